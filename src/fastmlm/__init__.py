@@ -1,0 +1,27 @@
+"""Masked language modelling made cheap, exact and reproducible: masking, a sparse head and a drop-in collator.
+
+``import fastmlm`` needs torch alone; what needs transformers loads when it is first asked for.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from fastmlm.dispatch import available_impls as available_impls
+from fastmlm.masking import MaskedTokens as MaskedTokens, mask_tokens as mask_tokens
+from fastmlm.spec import MaskingSpec as MaskingSpec
+
+if TYPE_CHECKING:
+    from fastmlm.collator import DataCollatorForMaskedLM as DataCollatorForMaskedLM
+
+__version__ = "0.1.0"
+_LAZY = {"DataCollatorForMaskedLM": "fastmlm.collator"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'fastmlm' has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_LAZY])

@@ -1,0 +1,39 @@
+"""The ops as PyTorch sees them: schema, fake implementation for ``torch.compile``, and the way to the kernels.
+
+``torch.library.Library`` rather than ``custom_op``: 2.4 µs a call instead of 8.2, which counts beside a kernel of a few.
+"""
+
+import torch
+from torch import Tensor
+
+from fastmlm.dispatch import kernel
+
+_library = torch.library.Library("fastmlm", "DEF")
+
+# input_ids (B, S) int64 or int32, contiguous; packed: (1, N) with cu_seqlens (rows + 1).
+# seed: the 64-bit key as a signed int; device_seed (1,) int64 takes its place where given.
+# row_keys (rows,) int64; attention_mask, special_tokens_mask (B, S), any integer dtype or bool;
+# units (B, S) integers; thresholds int64, (rows, 1) or (B, S), in place of the one threshold;
+# flags (V,) uint8 and random_ids (K,) int64 as MaskingSpec.tables gives them.
+_library.define(
+    "mask_tokens(Tensor input_ids, SymInt seed, Tensor? device_seed, Tensor? row_keys, Tensor? attention_mask, "
+    "Tensor? special_tokens_mask, Tensor? units, Tensor? cu_seqlens, Tensor? thresholds, Tensor flags, "
+    "Tensor? random_ids, int threshold, int mask_token_id, int mask_threshold, int random_threshold, "
+    "int ignore_index, bool exclude_original, str impl) -> (Tensor, Tensor)"
+)
+
+mask_tokens = torch.ops.fastmlm.mask_tokens.default
+
+
+def _mask_tokens(input_ids: Tensor, *args: object) -> tuple[Tensor, Tensor]:
+    *args, impl = args  # type: ignore[assignment]
+    return kernel(str(impl), "masking.mask_tokens")(input_ids, *args)  # type: ignore[no-any-return]
+
+
+def _mask_tokens_fake(input_ids: Tensor, *args: object) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(input_ids), torch.empty_like(input_ids)
+
+
+for _device in ("CPU", "CUDA"):
+    _library.impl("mask_tokens", _mask_tokens, _device)
+torch.library.register_fake("fastmlm::mask_tokens", _mask_tokens_fake, lib=_library)

@@ -1,0 +1,240 @@
+"""Masking a batch: the public function, which checks its arguments once and hands them to the op."""
+
+from numbers import Integral
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastmlm import _ops, spec as _spec
+from fastmlm.dispatch import resolve
+from fastmlm.philox import as_int64
+from fastmlm.spec import MaskingSpec
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+class MaskedTokens(NamedTuple):
+    """``input_ids`` with selected tokens replaced, and ``labels``: the original id where selected, else ignore_index."""
+
+    input_ids: Tensor
+    labels: Tensor
+
+
+def mask_tokens(
+    input_ids: Tensor,
+    spec: MaskingSpec,
+    *,
+    seed: int | Tensor,
+    row_keys: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    special_tokens_mask: Tensor | None = None,
+    units: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    mlm_probability: float | Tensor | None = None,
+    impl: str | None = None,
+) -> MaskedTokens:
+    """``selected = torch.rand(ids.shape) < p``, 80/10/10 replacement and ``labels = where(selected, ids, -100)`` in one.
+
+    The draws are counter-based (:mod:`fastmlm.philox`): the mask of a token depends on (seed, row key, position in its
+    row) and on nothing else, so padding, batching, packing, device and implementation do not change it. Never selected:
+    special ids, positions with ``attention_mask == 0`` or ``special_tokens_mask == 1``, ids outside [0, vocab_size).
+
+    Args:
+        input_ids: (B, S), or (S,) for one row, or packed (N,) or (1, N) with ``cu_seqlens``; int64, int32 or narrower.
+            Never changed.
+        spec: what to mask and with what.
+        seed: the 64-bit key, an int in [0, 2^64), or an int64 tensor of one element on the device.
+        row_keys: (rows,) int64 that name the rows (:func:`fastmlm.philox.row_keys` names them by content); default: the
+            row's index in the batch.
+        attention_mask: like input_ids; a row's positions count from its first nonzero column. Default: all ones.
+        special_tokens_mask: like input_ids, nonzero where a token must not be selected.
+        units: like input_ids, the position (counted as above) of the first token of each token's word or span; a
+            unit is selected as a whole, by the draw and the rate of its first token.
+        cu_seqlens: (rows + 1,) int32 or int64, where each packed row starts, from 0 to N.
+        mlm_probability: in place of the spec's: a number, (rows,) or (rows, 1) for one a row, or like input_ids.
+        impl: ``"reference"`` or ``"triton"``; None: Triton for CUDA tensors where it is installed and covers the call
+            (not yet ``units`` and ``cu_seqlens``), else the reference. Both give the same bits.
+
+    Returns:
+        MaskedTokens of the shape and device of input_ids; int64 and int32 are kept, narrower ids widen to int64.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what came. Values (ids, probabilities, units,
+            cu_seqlens) are checked on the CPU only, so that nothing waits for a GPU: there, ids out of range are not
+            selected and probabilities are clamped to [0, 1].
+        RuntimeError: the named impl cannot run here.
+        NotImplementedError: the named impl does not cover the call.
+
+    Source: Devlin et al., "BERT" (2019), section 3.1; the draw law stands in :mod:`fastmlm.philox`.
+    """
+    ids = _check_ids(input_ids, spec)
+    rows = _check_packing(cu_seqlens, input_ids)
+    seed_int, seed_tensor = _check_seed(seed, ids.device)
+    _check_row_keys(row_keys, rows, ids.device)
+    attention_mask = _check_like("attention_mask", attention_mask, input_ids)
+    special_tokens_mask = _check_like("special_tokens_mask", special_tokens_mask, input_ids)
+    units = _check_like("units", units, input_ids, _INTEGERS)
+    limit, limits = _check_probability(mlm_probability, spec, input_ids, rows)
+    if impl is None and (units is not None or cu_seqlens is not None):
+        impl = "reference"
+    chosen = resolve(impl, ids.device)
+    if _readable(ids):
+        _check_values(ids, spec, attention_mask, units, cu_seqlens)
+    if ids.numel() == 0:
+        return MaskedTokens(ids.reshape(input_ids.shape).clone(), ids.reshape(input_ids.shape).clone())
+    flags, random_ids = spec.tables(ids.device)
+    output, labels = _ops.mask_tokens(
+        ids,
+        seed_int,
+        seed_tensor,
+        row_keys,
+        attention_mask,
+        special_tokens_mask,
+        units,
+        cu_seqlens,
+        limits,
+        flags,
+        random_ids,
+        limit,
+        spec.mask_token_id,
+        spec.mask_threshold,
+        spec.random_threshold,
+        spec.ignore_index,
+        spec.exclude_original,
+        chosen,
+    )
+    return MaskedTokens(output.view(input_ids.shape), labels.view(input_ids.shape))
+
+
+def _readable(tensor: Tensor) -> bool:
+    """Whether reading values costs no wait for a device and no graph break."""
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"{value.dtype} tensor of shape {tuple(value.shape)} on {value.device}"
+    return f"{type(value).__name__}"
+
+
+def _check_ids(input_ids: Tensor, spec: MaskingSpec) -> Tensor:
+    """input_ids as a contiguous (B, S) int64 or int32 tensor."""
+    if not isinstance(input_ids, Tensor) or input_ids.dtype not in _INTEGERS or input_ids.dim() not in (1, 2):
+        raise TypeError(f"input_ids: expected a tensor of integers, (B, S) or (S,), got {_describe(input_ids)}")
+    if not isinstance(spec, MaskingSpec):
+        raise TypeError(f"spec: expected a MaskingSpec, got {_describe(spec)}")
+    ids = input_ids if input_ids.dtype in (torch.int64, torch.int32) else input_ids.to(torch.int64)
+    return (ids[None] if ids.dim() == 1 else ids).contiguous()
+
+
+def _check_packing(cu_seqlens: Tensor | None, input_ids: Tensor) -> int:
+    """The number of rows."""
+    if cu_seqlens is None:
+        return 1 if input_ids.dim() == 1 else input_ids.shape[0]
+    fits = isinstance(cu_seqlens, Tensor) and cu_seqlens.dtype in (torch.int32, torch.int64) and cu_seqlens.dim() == 1
+    if not fits or cu_seqlens.numel() < 1 or cu_seqlens.device != input_ids.device:
+        raise TypeError(
+            "cu_seqlens: expected an int32 or int64 tensor of shape (rows + 1,) on the device of input_ids "
+            f"({input_ids.device}), got {_describe(cu_seqlens)}"
+        )
+    if input_ids.dim() == 2 and input_ids.shape[0] != 1:
+        raise ValueError(f"input_ids: expected (N,) or (1, N) with cu_seqlens, got {_describe(input_ids)}")
+    return cu_seqlens.numel() - 1
+
+
+def _check_seed(seed: int | Tensor, device: torch.device) -> tuple[int, Tensor | None]:
+    if isinstance(seed, Tensor):
+        if seed.dtype != torch.int64 or seed.numel() != 1 or seed.device != device:
+            raise TypeError(f"seed: expected an int64 tensor of one element on {device}, got {_describe(seed)}")
+        return 0, seed.reshape(1)
+    if isinstance(seed, bool) or not isinstance(seed, (int, Integral)):
+        raise TypeError(f"seed: expected an int or an int64 tensor of one element, got {_describe(seed)}")
+    if not 0 <= seed < 1 << 64:
+        raise ValueError(f"seed: expected an int in [0, 2^64), got {seed}")
+    return as_int64(int(seed)), None
+
+
+def _check_row_keys(row_keys: Tensor | None, rows: int, device: torch.device) -> None:
+    if row_keys is None:
+        return
+    if not isinstance(row_keys, Tensor) or row_keys.dtype != torch.int64 or row_keys.device != device:
+        raise TypeError(f"row_keys: expected an int64 tensor on {device}, got {_describe(row_keys)}")
+    if row_keys.shape != (rows,):
+        raise ValueError(f"row_keys: expected one key a row, shape ({rows},), got {_describe(row_keys)}")
+
+
+def _check_like(
+    name: str, value: Tensor | None, input_ids: Tensor, dtypes: tuple[torch.dtype, ...] = (*_INTEGERS, torch.bool)
+) -> Tensor | None:
+    """An argument with one value a token, as a contiguous (B, S) tensor."""
+    if value is None:
+        return None
+    if not isinstance(value, Tensor) or value.dtype not in dtypes:
+        kind = "integers or bool" if torch.bool in dtypes else "integers"
+        raise TypeError(f"{name}: expected a tensor of {kind}, got {_describe(value)}")
+    if value.shape != input_ids.shape or value.device != input_ids.device:
+        expected = f"the shape {tuple(input_ids.shape)} and device {input_ids.device} of input_ids"
+        raise ValueError(f"{name}: expected {expected}, got {_describe(value)}")
+    return (value[None] if value.dim() == 1 else value).contiguous()
+
+
+def _check_probability(
+    p: float | Tensor | None, spec: MaskingSpec, input_ids: Tensor, rows: int
+) -> tuple[int, Tensor | None]:
+    """T(p) as one number, or as a tensor (rows, 1) or (B, S)."""
+    if p is None:
+        return _spec.threshold(spec.mlm_probability), None
+    if not isinstance(p, Tensor):
+        return _spec.threshold(_spec.probability("mlm_probability", p)), None
+    if not (p.is_floating_point() or p.dtype in (*_INTEGERS, torch.bool)) or p.device != input_ids.device:
+        raise TypeError(f"mlm_probability: expected real numbers on {input_ids.device}, got {_describe(p)}")
+    if p.shape == input_ids.shape:
+        shape = (1, p.shape[0]) if p.dim() == 1 else tuple(p.shape)
+    elif p.shape in ((rows,), (rows, 1)):
+        shape = (rows, 1)
+    elif p.dim() == 0:
+        shape = (1, 1)
+    else:
+        raise ValueError(
+            f"mlm_probability: expected one number, one a row ({rows},) or one a token {tuple(input_ids.shape)}, "
+            f"got {_describe(p)}"
+        )
+    if _readable(p) and p.numel() and not bool(((p >= 0) & (p <= 1)).all()):
+        raise ValueError(
+            f"mlm_probability: expected numbers between 0 and 1, got values from {p.min().item()} to {p.max().item()}"
+        )
+    limits = _spec.thresholds(p).reshape(shape)
+    return 0, (limits.expand(rows, 1) if p.dim() == 0 else limits).contiguous()
+
+
+def _check_values(
+    ids: Tensor, spec: MaskingSpec, attention_mask: Tensor | None, units: Tensor | None, cu_seqlens: Tensor | None
+) -> None:
+    if ids.numel():
+        low, high = (int(x) for x in ids.aminmax())
+        if low < 0 or high >= spec.vocab_size:
+            raise ValueError(
+                f"input_ids: expected ids in [0, {spec.vocab_size}), got {low if low < 0 else high}; if tokens were "
+                "added, the spec's vocab_size (and the model's embedding) must grow with them"
+            )
+    if cu_seqlens is not None:
+        ends = (int(cu_seqlens[0]), int(cu_seqlens[-1]))
+        if ends != (0, ids.shape[1]) or bool((cu_seqlens[1:] < cu_seqlens[:-1]).any()):
+            raise ValueError(f"cu_seqlens: expected to rise from 0 to {ids.shape[1]}, got {_preview(cu_seqlens)}")
+    if units is not None and units.numel():
+        position = torch.arange(ids.shape[1])
+        if cu_seqlens is not None:
+            position = position - cu_seqlens[torch.searchsorted(cu_seqlens, position, right=True) - 1]
+        real = torch.ones_like(units, dtype=torch.bool) if attention_mask is None else attention_mask != 0
+        # Left padding moves positions down, so a column is only an upper bound: still, no unit starts after its token.
+        if bool((real & ((units < 0) | (units > position))).any()):
+            raise ValueError(
+                "units: expected for each token the position of its unit's first token, 0 at least and not after the "
+                f"token itself, got {_preview(units[real])}"
+            )
+
+
+def _preview(values: Tensor) -> str:
+    flat = values.flatten().tolist()
+    return f"{flat[:12]}{' ...' if len(flat) > 12 else ''}"
