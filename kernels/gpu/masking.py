@@ -36,7 +36,15 @@ _NUMBERS = (
 
 @triton.jit
 def _random_id(
-    action, ids, in_table, mask_threshold, random_ids, random_count, multiplier, multiplier_in_table, EXCLUDE: tl.constexpr
+    action,
+    ids,
+    in_table,
+    mask_threshold,
+    random_ids,
+    random_count,
+    multiplier,
+    multiplier_in_table,
+    EXCLUDE: tl.constexpr,
 ):
     """The id an action draws: its share of the range [T_mask, T_random), scaled to an index, looked up."""
     rest = action - mask_threshold.to(tl.uint32)

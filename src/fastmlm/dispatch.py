@@ -1,4 +1,4 @@
-"""Which implementation runs: ``reference`` (PyTorch, anywhere), ``triton`` (GPU, or Triton's interpreter on the CPU)."""
+"""Which implementation runs: ``reference`` (PyTorch, anywhere) or ``triton`` (GPU, or its CPU interpreter)."""
 
 from collections.abc import Callable
 from functools import lru_cache

@@ -15,7 +15,7 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class MaskedTokens(NamedTuple):
-    """``input_ids`` with selected tokens replaced, and ``labels``: the original id where selected, else ignore_index."""
+    """``input_ids`` with selected tokens replaced; ``labels``: the original id where selected, else ignore_index."""
 
     input_ids: Tensor
     labels: Tensor
@@ -34,7 +34,7 @@ def mask_tokens(
     mlm_probability: float | Tensor | None = None,
     impl: str | None = None,
 ) -> MaskedTokens:
-    """``selected = torch.rand(ids.shape) < p``, 80/10/10 replacement and ``labels = where(selected, ids, -100)`` in one.
+    """``selected = torch.rand(ids.shape) < p``, 80/10/10, ``labels = torch.where(selected, ids, -100)`` in one.
 
     The draws are counter-based (:mod:`fastmlm.philox`): the mask of a token depends on (seed, row key, position in its
     row) and on nothing else, so padding, batching, packing, device and implementation do not change it. Never selected:

@@ -79,7 +79,7 @@ def fold_tensor(a: Tensor, b: Tensor) -> Tensor:
 
 
 def first_real(attention_mask: Tensor) -> Tensor:
-    """Column of each row's first real token: ``(attention_mask != 0).int().argmax(1)``; 0 where a row has none. (B,)."""
+    """``(attention_mask != 0).int().argmax(1)``: the column of each row's first real token, 0 where there is none."""
     return (attention_mask != 0).to(torch.uint8).argmax(1)
 
 

@@ -108,7 +108,13 @@ def mask_tokens(
     if random_threshold > mask_threshold:
         in_table = (flag & RANDOM) != 0
         random_id, drawn = _random_ids(
-            action - mask_threshold, ids, in_table, flags, random_ids, random_threshold - mask_threshold, exclude_original
+            action - mask_threshold,
+            ids,
+            in_table,
+            flags,
+            random_ids,
+            random_threshold - mask_threshold,
+            exclude_original,
         )
         output = torch.where(selected & ~masked & (action < random_threshold) & drawn, random_id, output)
     labels = torch.where(selected, ids, ignore_index)

@@ -53,8 +53,8 @@ def _ids(name: str, values: Iterable[int], vocab_size: int) -> tuple[int, ...]:
 class MaskingSpec:
     """The law of masking: which tokens may be selected, how often, and what replaces them.
 
-    Devlin et al., "BERT" (2019), section 3.1: 15 % of the tokens are selected; of these 80 % become the mask token, 10 %
-    a random token and 10 % stay. Frozen and hashable; every value is checked here and nowhere else.
+    Devlin et al., "BERT" (2019), section 3.1: 15 % of the tokens are selected; of these 80 % become the mask token,
+    10 % a random token and 10 % stay. Frozen and hashable; every value is checked here and nowhere else.
 
     Args:
         mask_token_id: id that replaces selected tokens, in [0, vocab_size).

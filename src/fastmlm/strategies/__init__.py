@@ -1,0 +1,1 @@
+"""Ways of selecting beyond single tokens."""

@@ -1,0 +1,306 @@
+"""The data collator: Hugging Face's arguments and calling convention, fastmlm's masks."""
+
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from inspect import signature
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import get_worker_info
+from transformers import BatchEncoding, DataCollatorForLanguageModeling, TrainerCallback
+from transformers.trainer_utils import has_length
+
+from fastmlm import hf_random, philox
+from fastmlm.masking import mask_tokens
+from fastmlm.padding import pad_rows
+from fastmlm.seeding import Keys
+from fastmlm.spec import SPECIAL, MaskingSpec
+from fastmlm.strategies import words
+
+_MANY_SPECIALS = 0.05  # share of the vocabulary from which random words are too often special tokens
+
+
+@dataclass
+class DataCollatorForMaskedLM(DataCollatorForLanguageModeling):
+    """``transformers.DataCollatorForLanguageModeling(tokenizer, ...)``: same arguments, order and outputs, 15/80/10/10.
+
+    Takes rows as dicts (lists, arrays or tensors of any integer type) or bare ids, pads them, and adds ``labels``:
+    the original id where a token was selected, -100 elsewhere. Differences to Hugging Face's, each on purpose: inputs
+    are never changed; rows given as bare ids get an ``attention_mask``; special tokens are recognised by id as well as
+    by a ``special_tokens_mask`` column, and ``attention_mask == 0`` is never selected; whole words are read off the
+    vocabulary where no ``offset_mapping`` or ``word_ids`` column is there, and keep the 80/10/10 split; columns of
+    strings pass through; tokens are drawn by counter (:mod:`fastmlm.philox`), not by a generator.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        mlm: False: labels are the inputs, padding ignored.
+        whole_word_mask: select all tokens of a word or none.
+        mlm_probability: share of the tokens to select.
+        mask_replace_prob: share of the selected tokens that become the mask token.
+        random_replace_prob: share that become a random token; the rest stay.
+        pad_to_multiple_of: round padded lengths up to a multiple of this.
+        return_tensors: ``"pt"`` or ``"np"``.
+        seed: with an epoch told (:meth:`set_epoch`, :meth:`callback`), masks are a function of (seed, epoch, row
+            content) alone. With a seed and no epoch, each batch has a key of its own from the seed and a count; with
+            None, from torch's global generator. Rows then differ by their index in the batch (their content adds
+            nothing to a key that no other batch has).
+        rng: ``"philox"``, or ``"torch"``: Hugging Face's own random stream and special-token rule, bit for bit.
+        random_words: ids that random tokens are drawn from: ``"all"`` (the BERT paper), ``"non_special"``, or a list.
+        exclude_original: never draw the original as its own random replacement.
+        special_token_ids: ids never selected; None: the tokenizer's ``all_special_ids``.
+        impl: as in :func:`fastmlm.mask_tokens`.
+
+    Shapes: ``input_ids``, ``attention_mask`` and ``labels`` (B, S), int64; a BatchEncoding for dicts, a dict for ids.
+
+    Raises:
+        TypeError, ValueError: naming the argument, or the column and row, what was expected and what came.
+
+    Source: Devlin et al., "BERT" (2019), section 3.1; Liu et al., "RoBERTa" (2019), section 4.1 (dynamic masking).
+    """
+
+    rng: Literal["philox", "torch"] = field(default="philox", kw_only=True)
+    random_words: str | Sequence[int] = field(default="all", kw_only=True)
+    exclude_original: bool = field(default=False, kw_only=True)
+    special_token_ids: Sequence[int] | None = field(default=None, kw_only=True)
+    impl: str | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.rng not in ("philox", "torch"):
+            raise ValueError(f"rng: expected 'philox' or 'torch', got {self.rng!r}")
+        if isinstance(self.random_words, str) and self.random_words not in ("all", "non_special"):
+            raise ValueError(f"random_words: expected 'all', 'non_special' or ids, got {self.random_words!r}")
+        self._keys = Keys(self.seed)
+        self._spec: tuple[object, MaskingSpec] | None = None
+        self._word_starts: Tensor | None = None
+        if self.rng == "torch" or not self.mlm:
+            super().__post_init__()
+            return
+        self.generator = None
+        if self.mlm_probability is None:
+            raise ValueError("mlm_probability: expected a number between 0 and 1, got None")
+        spec = self.spec
+        share = len(spec.special_token_ids) / spec.vocab_size
+        if self.random_words == "all" and spec.random_replace_prob > 0 and share > _MANY_SPECIALS:
+            warnings.warn(
+                f"{share:.0%} of the vocabulary are special tokens, and random words are drawn from all of it, as in "
+                "the BERT paper; random_words='non_special' draws from the others",
+                stacklevel=3,
+            )
+
+    @property
+    def spec(self) -> MaskingSpec:
+        """The settings as ``mask_tokens`` takes them; follows attributes and tokens changed after construction."""
+        settings = (
+            float(self.mlm_probability), self.mask_replace_prob, self.random_replace_prob, self.exclude_original,
+            self.random_words, self.special_token_ids, len(self.tokenizer),
+        )  # fmt: skip
+        if self._spec is None or self._spec[0] != settings:
+            self._spec = settings, self._make_spec()
+        return self._spec[1]
+
+    def _make_spec(self) -> MaskingSpec:
+        overrides: dict[str, Any] = {
+            "mlm_probability": self.mlm_probability,
+            "mask_replace_prob": self.mask_replace_prob,
+            "random_replace_prob": self.random_replace_prob,
+            "exclude_original": self.exclude_original,
+        }
+        if self.special_token_ids is not None:
+            overrides["special_token_ids"] = self.special_token_ids
+        if self.random_words == "non_special":
+            special = set(self.special_token_ids or ()) | set(self.tokenizer.all_special_ids)
+            overrides["random_token_ids"] = sorted(set(self.tokenizer.get_vocab().values()) - special)
+        elif not isinstance(self.random_words, str):
+            overrides["random_token_ids"] = self.random_words
+        return MaskingSpec.from_tokenizer(self.tokenizer, **overrides)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the epoch, before the loader is iterated; reaches workers, also persistent ones."""
+        self._keys.set_epoch(epoch)
+
+    def callback(self) -> TrainerCallback:
+        """A callback for ``Trainer(callbacks=[...])`` that tells this collator the epochs, on resume too."""
+        return _TellEpoch(self)
+
+    # Hugging Face's members, which user code calls and overrides.
+
+    def torch_call(self, examples: Sequence[Any]) -> Any:
+        """Collate to tensors."""
+        return self._collate(examples, self.torch_mask_tokens, torch.where, lambda column: column)
+
+    def numpy_call(self, examples: Sequence[Any]) -> Any:
+        """Collate to arrays."""
+        return self._collate(examples, self.numpy_mask_tokens, np.where, lambda column: column.numpy())
+
+    def torch_mask_tokens(
+        self,
+        inputs: Tensor,
+        special_tokens_mask: Tensor | None = None,
+        offset_mapping: Tensor | None = None,
+        *,
+        attention_mask: Tensor | None = None,
+        word_ids: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Mask a padded batch, (B, S) each: the new input_ids and the labels. ``inputs`` are not changed."""
+        if self.rng == "torch":
+            return self._torch_rng_mask_tokens(inputs, special_tokens_mask, offset_mapping)
+        key, by_content = self._keys.next()
+        units = None
+        if self.whole_word_mask:
+            units = self._units(inputs, special_tokens_mask, offset_mapping, attention_mask, word_ids)
+        return mask_tokens(
+            inputs,
+            self.spec,
+            seed=key,
+            row_keys=philox.row_keys(inputs, attention_mask) if by_content else None,
+            attention_mask=attention_mask,
+            special_tokens_mask=special_tokens_mask,
+            units=units,
+            impl=self.impl,
+        )
+
+    def numpy_mask_tokens(
+        self,
+        inputs: np.ndarray,
+        special_tokens_mask: np.ndarray | None = None,
+        offset_mapping: np.ndarray | None = None,
+        **extra: np.ndarray | None,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """:meth:`torch_mask_tokens` for arrays; with ``rng="torch"`` from numpy's generator, as Hugging Face does."""
+        if self.rng == "torch":
+            self._seed_generator("np")
+            return super().numpy_mask_tokens(inputs.copy(), special_tokens_mask, offset_mapping)
+        tensors = {"special_tokens_mask": special_tokens_mask, "offset_mapping": offset_mapping, **extra}
+        masked = self.torch_mask_tokens(
+            torch.from_numpy(inputs),
+            **{name: None if array is None else torch.from_numpy(array) for name, array in tensors.items()},
+        )
+        return masked[0].numpy(), masked[1].numpy()
+
+    def get_generator(self, seed: int, return_tensors: str | None = None) -> torch.Generator | np.random.Generator:
+        """The generator of ``rng="torch"``: torch's, or numpy's for arrays."""
+        if (return_tensors or self.return_tensors) == "pt":
+            return torch.Generator().manual_seed(seed)
+        return np.random.default_rng(seed)
+
+    def create_rng(self, return_tensors: str | None = None) -> None:
+        """Seed the generator of ``rng="torch"``: with the seed, in a worker plus its id, as Hugging Face does."""
+        worker = get_worker_info()
+        self.generator = self.get_generator(self.seed + (worker.id if worker else 0), return_tensors)
+        self._generator_pid = os.getpid()
+
+    # What the members above share.
+
+    def _collate(
+        self,
+        examples: Sequence[Any],
+        mask: Callable[..., tuple[Any, Any]],
+        where: Callable[..., Any],
+        convert: Callable[[Tensor], Any],
+    ) -> Any:
+        skip = () if self.whole_word_mask else ("offset_mapping",)
+        padded = pad_rows(examples, self.tokenizer, self.pad_to_multiple_of, skip)
+        batch = {name: convert(column) if isinstance(column, Tensor) else column for name, column in padded.items()}
+        special, offsets = batch.pop("special_tokens_mask", None), batch.pop("offset_mapping", None)
+        if self.mlm:
+            extra = {"attention_mask": batch.get("attention_mask")}
+            if self.whole_word_mask:
+                extra["word_ids"] = batch.pop("word_ids", None)
+            # A subclass may override the mask functions with Hugging Face's arguments only.
+            batch["input_ids"], batch["labels"] = mask(
+                batch["input_ids"],
+                special_tokens_mask=special,
+                offset_mapping=offsets,
+                **(extra if _takes_extra(getattr(mask, "__func__", mask)) else {}),
+            )
+        else:
+            ids, pad = batch["input_ids"], self.tokenizer.pad_token_id
+            batch["labels"] = where(ids == (-1 if pad is None else pad), -100, ids)
+        return BatchEncoding(batch) if isinstance(examples[0], Mapping) else batch
+
+    def _special(self, inputs: Tensor, special_tokens_mask: Tensor | None) -> Tensor:
+        """Where special tokens stand, (B, S) bool: by the column and by id."""
+        flags, _ = self.spec.tables(inputs.device)
+        special = (flags[inputs.clamp(0, flags.numel() - 1)] & SPECIAL) != 0
+        return special if special_tokens_mask is None else special | (special_tokens_mask != 0)
+
+    def _units(
+        self,
+        inputs: Tensor,
+        special_tokens_mask: Tensor | None,
+        offset_mapping: Tensor | None,
+        attention_mask: Tensor | None,
+        word_ids: Tensor | None,
+    ) -> Tensor:
+        """Words from the best source there is: word_ids, offsets, or the vocabulary."""
+        special = self._special(inputs, special_tokens_mask)
+        if attention_mask is not None:
+            special |= attention_mask == 0
+        if word_ids is not None:
+            starts = words.starts_from_word_ids(word_ids)
+        elif offset_mapping is not None:
+            starts = words.starts_from_offsets(offset_mapping)
+        else:
+            if self._word_starts is None or len(self._word_starts) != self.spec.vocab_size:
+                self._word_starts = words.starts_by_id(self.tokenizer)
+            starts = self._word_starts[inputs]
+        return words.units(starts, special, attention_mask)
+
+    def _seed_generator(self, return_tensors: str) -> None:
+        kind = torch.Generator if return_tensors == "pt" else np.random.Generator
+        if self.seed is not None and (not isinstance(self.generator, kind) or self._generator_pid != os.getpid()):
+            self.create_rng(return_tensors)
+
+    def _torch_rng_mask_tokens(
+        self, inputs: Tensor, special_tokens_mask: Tensor | None, offset_mapping: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Hugging Face's masks: its stream, its rule for specials (the column if there, else ids), its words."""
+        self._seed_generator("pt")
+        special = self._special(inputs, None) if special_tokens_mask is None else special_tokens_mask.bool()
+        never, spread = special, lambda drawn: drawn
+        if self.whole_word_mask:
+            if offset_mapping is None:
+                raise ValueError("offset_mapping: expected this column with whole_word_mask and rng='torch', got none")
+            word_ids, not_first = self._calc_word_ids_and_prob_mask(offset_mapping.numpy(), special.numpy())
+            never = torch.from_numpy(not_first)
+            spread = lambda drawn: torch.from_numpy(self._whole_word_mask(word_ids, drawn))  # noqa: E731
+        return hf_random.mask_tokens(
+            inputs,
+            never,
+            spread,
+            mask_token_id=self.tokenizer.mask_token_id,
+            vocab_size=len(self.tokenizer),
+            mlm_probability=self.mlm_probability,
+            mask_replace_prob=self.mask_replace_prob,
+            random_replace_prob=self.random_replace_prob,
+            generator=self.generator,
+        )
+
+
+@lru_cache(maxsize=64)
+def _takes_extra(mask: Callable[..., Any]) -> bool:
+    """Whether a mask function takes more than Hugging Face's arguments."""
+    parameters = signature(mask).parameters
+    return "attention_mask" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+class _TellEpoch(TrainerCallback):
+    """Tells a collator the epochs of a Trainer run: counted, since ``state.epoch`` is wrong without a length."""
+
+    def __init__(self, collator: DataCollatorForMaskedLM) -> None:
+        self.collator = collator
+        self.epoch = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # A resumed run starts in the epoch it broke off; without a length the Trainer replays all passes.
+        loader = kwargs.get("train_dataloader")
+        self.epoch = int(state.epoch or 0) if loader is not None and has_length(loader) else 0
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.collator.set_epoch(self.epoch)
+        self.epoch += 1

@@ -1,0 +1,209 @@
+"""From a list of rows (Python lists, arrays or tensors) to padded tensors, a column at a time.
+
+``tokenizer.pad`` turns everything into Python lists and ``torch.tensor`` reads those one object at a time; here lists
+of ints are packed by :mod:`struct` straight into the padded array, and arrays and tensors are copied as blocks.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from struct import Struct, error as StructError
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Column = Sequence[Any]  # one value a row
+_ABSENT = object()
+
+
+def pad_rows(
+    features: Sequence[Any],
+    tokenizer: "PreTrainedTokenizerBase",
+    pad_to_multiple_of: int | None = None,
+    skip: Sequence[str] = (),
+) -> dict[str, Any]:
+    """``tokenizer.pad(features, return_tensors="pt")`` for rows of integers, with the same keys in the same order.
+
+    Args:
+        features: rows: mappings with at least ``input_ids``, or the ids themselves; lists, tuples, arrays or tensors of
+            any integer type. Their keys are those of the first row. Never changed.
+        tokenizer: gives ``padding_side``, ``pad_token_id``, ``pad_token_type_id`` and ``model_input_names``.
+        pad_to_multiple_of: round the padded length up to a multiple of this.
+        skip: columns to leave out.
+
+    Returns:
+        Columns of integers as int64, of floats in the default dtype, (B, S, ...) where they hold one value a token
+        (padded with 0; ``input_ids``, ``token_type_ids`` and ``special_tokens_mask`` as the tokenizer pads them),
+        (B, ...) otherwise; columns of strings or other objects as plain lists. ``attention_mask`` is added where the
+        tokenizer's models take one.
+
+    Raises:
+        TypeError, ValueError, OverflowError: naming the column, the row and what was expected.
+    """
+    if len(features) == 0:
+        raise ValueError("features: expected at least one row, got none")
+    columns = _columns(features)
+    lengths = [_length(row, i) for i, row in enumerate(columns["input_ids"])]
+    width = max(lengths)
+    if pad_to_multiple_of is not None:
+        width = -(-width // pad_to_multiple_of) * pad_to_multiple_of
+    if tokenizer.pad_token_id is None and any(n != width for n in lengths):
+        raise ValueError(
+            f"features: expected rows of one length, since {type(tokenizer).__name__} has no pad token to fill them up "
+            f"with, got lengths from {min(lengths)} to {width}; set tokenizer.pad_token"
+        )
+    left = tokenizer.padding_side == "left"
+    fill = {
+        "input_ids": tokenizer.pad_token_id or 0,
+        "token_type_ids": tokenizer.pad_token_type_id,
+        "special_tokens_mask": 1,
+        "labels": -100,
+        "word_ids": -1,
+    }
+    batch = {
+        name: _column(name, column, lengths, width, left, fill.get(name, 0))
+        for name, column in columns.items()
+        if name not in skip
+    }
+    if "attention_mask" not in batch and "attention_mask" in tokenizer.model_input_names:
+        column = torch.arange(width)
+        real = torch.tensor(lengths)[:, None]
+        batch["attention_mask"] = (column >= width - real if left else column < real).to(torch.int64)
+    return batch
+
+
+def _columns(features: Sequence[Any]) -> dict[str, Column]:
+    """The rows turned into columns, by the keys of the first row."""
+    first = features[0]
+    if not isinstance(first, Mapping):
+        return {"input_ids": features}
+    if "input_ids" not in first:
+        raise ValueError(f"features: expected rows with input_ids, got keys {list(first)}")
+    columns = {}
+    for name in first:
+        columns[name] = [row.get(name, _ABSENT) for row in features]
+        for i, value in enumerate(columns[name]):
+            if value is _ABSENT:
+                raise ValueError(f"features: expected the keys of the first row in every row, row {i} has no {name!r}")
+    return columns
+
+
+def _length(row: Any, index: int) -> int:
+    """How many tokens a row of ``input_ids`` has."""
+    if isinstance(row, (list, tuple, range)):
+        return len(row)
+    if isinstance(row, (Tensor, np.ndarray)):
+        if row.ndim != 1:
+            raise ValueError(f"input_ids, row {index}: expected one dimension, got shape {tuple(row.shape)}")
+        floats = row.is_floating_point() if isinstance(row, Tensor) else row.dtype.kind not in "iu"
+        if floats:
+            raise TypeError(f"input_ids, row {index}: expected integers, got {row.dtype}")
+        return len(row)
+    raise TypeError(f"input_ids, row {index}: expected a list, array or tensor of integers, got {type(row).__name__}")
+
+
+def _column(name: str, column: Column, lengths: list[int], width: int, left: bool, fill: int) -> Any:
+    first = column[0]
+    if isinstance(first, (list, tuple, range)):
+        packed = _pack_lists(name, column, lengths, width, left, fill)
+        if packed is not None:
+            return packed
+    elif not isinstance(first, (bool, int, float, np.generic, np.ndarray, Tensor)):
+        return list(column)  # strings and other objects go through as they are
+    return _to_tensor(
+        _pad_arrays(name, [_array(name, i, row) for i, row in enumerate(column)], lengths, width, left, fill)
+    )
+
+
+@lru_cache(maxsize=4096)
+def _int64s(count: int) -> Struct:
+    return Struct(f"{count}q")
+
+
+def _pack_lists(name: str, column: Column, lengths: list[int], width: int, left: bool, fill: int) -> Tensor | None:
+    """Lists of ints, one a token, packed into (B, width) int64; None where the column is something else."""
+    ids = name == "input_ids"
+    sample = next((value for row in column if isinstance(row, (list, tuple)) for value in row[:1]), 0)
+    if not ids and (not isinstance(sample, (int, np.integer)) or isinstance(sample, bool)):
+        return None
+    full = all(n == width for n in lengths)
+    out = np.empty((len(lengths), width), np.int64) if full else np.full((len(lengths), width), fill, np.int64)
+    buffer = memoryview(out).cast("B") if out.size else memoryview(bytearray())
+    for i, (row, n) in enumerate(zip(column, lengths, strict=True)):
+        if not isinstance(row, (list, tuple, range)) or len(row) != n:
+            if not ids:
+                return None
+            row = _array(name, i, row).tolist()  # rows of different kinds in one column
+        try:
+            _int64s(n).pack_into(buffer, 8 * (i * width + (width - n if left else 0)), *row)
+        except StructError as error:
+            if not ids:
+                return None
+            raise _bad_id(row, i) from error
+    return torch.from_numpy(out)
+
+
+def _bad_id(row: Sequence[Any], index: int) -> Exception:
+    """What is wrong with a row of ids that would not pack."""
+    for position, value in enumerate(row):
+        where = f"input_ids, row {index}, position {position}: expected an int"
+        if not hasattr(value, "__index__"):
+            return TypeError(f"{where}, got {value!r} ({type(value).__name__})")
+        if not -(1 << 63) <= int(value) < 1 << 63:
+            return OverflowError(f"{where} of 64 bits, got {value!r}")
+    return TypeError(f"input_ids, row {index}: expected ints, got {row!r}")
+
+
+def _array(name: str, index: int, row: Any) -> np.ndarray:
+    """A row's value as an array of numbers, without a copy where it is an array or a tensor."""
+    if isinstance(row, Tensor):
+        row = row.detach().cpu()
+        return (row.float() if row.dtype in (torch.bfloat16, torch.float16) else row).numpy()
+    if name == "word_ids" and not isinstance(row, np.ndarray):  # tokenizers say None where a token has no word
+        row = [-1 if word is None else word for word in row]
+    try:
+        array = np.asarray(row)
+    except ValueError as error:  # ragged inside
+        raise ValueError(f"{name}, row {index}: expected values of one shape, got {row!r:.80}") from error
+    if array.dtype.kind not in "biuf":
+        raise TypeError(f"{name}, row {index}: expected numbers, got {row!r:.80}")
+    return array
+
+
+def _pad_arrays(
+    name: str, column: list[np.ndarray], lengths: list[int], width: int, left: bool, fill: int
+) -> np.ndarray:
+    """Rows stacked; filled up to the width where their first dimension counts the row's tokens."""
+    per_token = all(row.shape[:1] == (n,) for row, n in zip(column, lengths, strict=True))
+    one_shape = all(row.shape == column[0].shape for row in column)
+    if one_shape and not (per_token and lengths[0] != width):
+        return np.stack(column)
+    if not per_token:
+        i = next(i for i, n in enumerate(lengths) if column[i].shape[:1] != (n,))
+        raise ValueError(
+            f"{name}, row {i}: expected one value for each of the row's {lengths[i]} tokens, or one shape in all "
+            f"rows, got shape {column[i].shape}"
+        )
+    inner = next((row.shape[1:] for row in column if len(row)), column[0].shape[1:])
+    out = np.full((len(lengths), width, *inner), fill, dtype=np.result_type(*(row for row in column if len(row))))
+    for i, (row, n) in enumerate(zip(column, lengths, strict=True)):
+        if n and row.shape[1:] != inner:
+            raise ValueError(f"{name}, row {i}: expected shape {(n, *inner)}, got {row.shape}")
+        out[i, width - n if left else 0 :][:n] = row.reshape(n, *inner)
+    return out
+
+
+def _to_tensor(array: np.ndarray) -> Tensor:
+    """int64 for integers and the default dtype for floats, which is what models take; bool stays."""
+    kind = array.dtype.kind
+    if kind == "b":
+        return torch.from_numpy(array)
+    if kind == "f":
+        return torch.from_numpy(array.astype(np.float64)).to(torch.get_default_dtype())
+    if array.dtype == np.uint64 and array.size and array.max() >= 1 << 63:
+        raise OverflowError(f"features: expected integers below 2^63, got {array.max()}")
+    return torch.from_numpy(array.astype(np.int64, copy=False))

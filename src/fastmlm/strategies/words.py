@@ -1,0 +1,68 @@
+"""Whole words: from what a tokenizer or a data set knows of words to the ``units`` of ``mask_tokens``.
+
+Whole-word masking (the BERT authors' 2019 release note; Cui et al., "Pre-training with whole word masking for Chinese
+BERT", 2021) selects all tokens of a word or none. A unit is named by the position of its first token.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fastmlm.philox import first_real
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_CONTINUATION = "##"  # WordPiece marks what continues a word
+_STARTS = ("Ġ", "▁")  # byte-level BPE and SentencePiece mark what starts one
+
+
+def starts_by_id(tokenizer: "PreTrainedTokenizerBase") -> Tensor:
+    """Whether each id of the vocabulary starts a word: (largest id + 1,) bool.
+
+    Read off the vocabulary: "##" continues a word (WordPiece), "Ġ" or "▁" starts one (byte-level BPE, SentencePiece).
+    Where no token bears a mark (amino acids, bases, characters), every token is a word.
+    """
+    vocabulary = tokenizer.get_vocab()
+    starts = torch.ones(max(vocabulary.values()) + 1, dtype=torch.bool)
+    continued = [i for token, i in vocabulary.items() if token.startswith(_CONTINUATION) and len(token) > 2]
+    started = [i for token, i in vocabulary.items() if token.startswith(_STARTS)]
+    if len(continued) >= len(started):
+        starts[continued] = False
+    else:
+        starts[:] = False
+        starts[started] = True
+    return starts
+
+
+def starts_from_word_ids(word_ids: Tensor) -> Tensor:
+    """``BatchEncoding.word_ids()`` as (B, S) integers, -1 for None: a word starts where the number changes."""
+    starts = torch.ones_like(word_ids, dtype=torch.bool)
+    starts[:, 1:] = (word_ids[:, 1:] != word_ids[:, :-1]) | (word_ids[:, 1:] < 0)
+    return starts
+
+
+def starts_from_offsets(offsets: Tensor) -> Tensor:
+    """``offset_mapping``, (B, S, 2) character spans: a word starts where text was skipped, such as a space."""
+    starts = torch.ones(offsets.shape[:2], dtype=torch.bool)
+    starts[:, 1:] = offsets[:, 1:, 0] != offsets[:, :-1, 1]
+    return starts
+
+
+def units(starts: Tensor, special: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """The position of the first token of each token's word, (B, S) int64, as ``mask_tokens`` takes it.
+
+    Args:
+        starts: (B, S) bool, whether a token starts a word.
+        special: (B, S) bool, special tokens and padding: each a unit of its own, and the next token starts a word.
+        attention_mask: (B, S), from which positions are counted, or None.
+    """
+    starts = starts | special
+    starts[:, 1:] |= special[:, :-1]
+    starts[:, :1] = True
+    column = torch.arange(starts.shape[1], device=starts.device).expand(starts.shape)
+    first = torch.where(starts, column, 0).cummax(1).values if starts.numel() else column
+    if attention_mask is None or not starts.numel():
+        return first
+    return (first - first_real(attention_mask)[:, None]).clamp_(min=0)
