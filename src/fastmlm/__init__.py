@@ -1,6 +1,7 @@
 """Masked language modelling made cheap, exact and reproducible: masking, a sparse head and a drop-in collator.
 
-``import fastmlm`` needs torch alone; what needs transformers loads when it is first asked for.
+``import fastmlm`` needs torch alone and is quick. What loads more is fetched when it is first asked for: the collator
+needs transformers, the sparse head the compiler of torch.
 """
 
 from importlib import import_module
@@ -12,14 +13,20 @@ from fastmlm.spec import MaskingSpec as MaskingSpec
 
 if TYPE_CHECKING:
     from fastmlm.collator import DataCollatorForMaskedLM as DataCollatorForMaskedLM
+    from fastmlm.head import densify as densify, sparsify as sparsify
 
 __version__ = "0.1.0"
-_LAZY = {"DataCollatorForMaskedLM": "fastmlm.collator"}
+
+_LAZY = {
+    "DataCollatorForMaskedLM": "fastmlm.collator",
+    "densify": "fastmlm.head",
+    "sparsify": "fastmlm.head",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
-        raise AttributeError(f"module 'fastmlm' has no attribute {name!r}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_LAZY[name]), name)
 
 

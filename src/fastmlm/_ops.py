@@ -27,7 +27,7 @@ mask_tokens = torch.ops.fastmlm.mask_tokens.default
 
 def _mask_tokens(input_ids: Tensor, *args: object) -> tuple[Tensor, Tensor]:
     *args, impl = args  # type: ignore[assignment]
-    return kernel(str(impl), "masking.mask_tokens")(input_ids, *args)  # type: ignore[no-any-return]
+    return kernel(str(impl), "masking.mask_tokens")(input_ids, *args)
 
 
 def _mask_tokens_fake(input_ids: Tensor, *args: object) -> tuple[Tensor, Tensor]:

@@ -80,7 +80,7 @@ class DataCollatorForMaskedLM(DataCollatorForLanguageModeling):
         if self.rng == "torch" or not self.mlm:
             super().__post_init__()
             return
-        self.generator = None
+        self.generator: Any = None
         if self.mlm_probability is None:
             raise ValueError("mlm_probability: expected a number between 0 and 1, got None")
         spec = self.spec

@@ -39,7 +39,7 @@ def kernel(impl: str, op: str) -> Callable[..., Any]:
     """The function that implements ``op`` (``"masking.mask_tokens"``), imported at its first use."""
     module, _, function = op.partition(".")
     path = "fastmlm.reference" if impl == "reference" else f"fastmlm.kernels.gpu.{module}"
-    return getattr(import_module(path), function)  # type: ignore[no-any-return]
+    return getattr(import_module(path), function)
 
 
 def _missing(impl: str) -> str | None:

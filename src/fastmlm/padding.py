@@ -83,10 +83,10 @@ def _columns(features: Sequence[Any]) -> dict[str, Column]:
         return {"input_ids": features}
     if "input_ids" not in first:
         raise ValueError(f"features: expected rows with input_ids, got keys {list(first)}")
-    columns = {}
+    columns: dict[str, Column] = {}
     for name in first:
-        columns[name] = [row.get(name, _ABSENT) for row in features]
-        for i, value in enumerate(columns[name]):
+        columns[name] = column = [row.get(name, _ABSENT) for row in features]
+        for i, value in enumerate(column):
             if value is _ABSENT:
                 raise ValueError(f"features: expected the keys of the first row in every row, row {i} has no {name!r}")
     return columns
@@ -132,7 +132,7 @@ def _pack_lists(name: str, column: Column, lengths: list[int], width: int, left:
         return None
     full = all(n == width for n in lengths)
     out = np.empty((len(lengths), width), np.int64) if full else np.full((len(lengths), width), fill, np.int64)
-    buffer = memoryview(out).cast("B") if out.size else memoryview(bytearray())
+    buffer = out.data.cast("B") if out.size else memoryview(bytearray())
     for i, (row, n) in enumerate(zip(column, lengths, strict=True)):
         if not isinstance(row, (list, tuple, range)) or len(row) != n:
             if not ids:

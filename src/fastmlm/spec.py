@@ -30,17 +30,19 @@ def probability(name: str, value: object) -> float:
         value = value.item()
     if not isinstance(value, Real):
         raise TypeError(f"{name}: expected a number between 0 and 1, got {type(value).__name__}")
-    if not 0 <= value <= 1:  # also catches nan
+    p = float(value)
+    if not 0 <= p <= 1:  # also catches nan
         raise ValueError(f"{name}: expected a number between 0 and 1, got {value}")
-    return float(value)
+    return p
 
 
 def _integer(name: str, value: object, low: int, high: int) -> int:
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
-    if not low <= value < high:
+    number = int(value)
+    if not low <= number < high:
         raise ValueError(f"{name}: expected an int in [{low}, {high}), got {value}")
-    return int(value)
+    return number
 
 
 def _ids(name: str, values: Iterable[int], vocab_size: int) -> tuple[int, ...]:

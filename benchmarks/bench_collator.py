@@ -1,0 +1,92 @@
+"""The collator against Hugging Face's, from rows as data sets give them to a masked batch."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import DataCollatorForLanguageModeling
+
+from fastmlm import DataCollatorForMaskedLM
+
+KINDS = {"lists": lambda row: row, "arrays": np.array, "tensors": torch.tensor}
+
+
+def make_rows(ids: list[int], lengths: list[int], kind: str) -> list[dict[str, Any]]:
+    """Rows of the three columns a BERT tokenizer gives."""
+    starts = np.cumsum([0, *lengths])
+    stream = ids * (1 + int(starts[-1]) // len(ids))
+    convert = KINDS[kind]
+    return [
+        {
+            "input_ids": convert(stream[start : start + length]),
+            "token_type_ids": convert([0] * length),
+            "attention_mask": convert([1] * length),
+        }
+        for start, length in zip(starts, lengths, strict=False)
+    ]
+
+
+def lengths_of(shape: str) -> list[int]:
+    """``"64×512"``: 64 rows of 512; ``"64×64…512"``: of lengths spread evenly from 64 to 512."""
+    rows, _, span = shape.partition("×")
+    low, _, high = span.partition("…")
+    return [int(n) for n in np.linspace(int(low), int(high or low), int(rows))]
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind"),
+    [
+        ("16×128", "lists"),
+        ("64×512", "lists"),
+        ("64×512", "arrays"),
+        ("64×512", "tensors"),
+        ("64×64…512", "lists"),
+        ("8×8192", "lists"),
+    ],
+)
+def bench_collator(compare: Callable[..., None], corpus_ids: Any, shape: str, kind: str) -> None:
+    tokenizer, ids = corpus_ids
+    rows = make_rows(ids, lengths_of(shape), kind)
+    ours, theirs = DataCollatorForMaskedLM(tokenizer), DataCollatorForLanguageModeling(tokenizer)
+    compare(
+        lambda: ours(rows),
+        lambda: theirs(rows),
+        case=f"{shape}, dicts of {kind}",
+        ours_name="DataCollatorForMaskedLM",
+        peer_name="HF collator",
+        rounds=40,
+    )
+
+
+def bench_collator_epochs(compare: Callable[..., None], corpus_ids: Any) -> None:
+    """With masks by (seed, epoch, row content): the price of reproducible masks is in this row."""
+    tokenizer, ids = corpus_ids
+    rows = make_rows(ids, lengths_of("64×512"), "lists")
+    ours, theirs = DataCollatorForMaskedLM(tokenizer, seed=1), DataCollatorForLanguageModeling(tokenizer, seed=1)
+    ours.set_epoch(0)
+    compare(
+        lambda: ours(rows),
+        lambda: theirs(rows),
+        case="64×512, dicts of lists, masks by (seed, epoch, row)",
+        ours_name="DataCollatorForMaskedLM(seed=1)",
+        peer_name="HF collator, seed=1",
+        rounds=40,
+    )
+
+
+def bench_collator_whole_words(compare: Callable[..., None], corpus_ids: Any) -> None:
+    tokenizer, ids = corpus_ids
+    rows = make_rows(ids, lengths_of("64×512"), "lists")
+    with_offsets = [row | {"offset_mapping": [(2 * i, 2 * i + 1) for i in range(512)]} for row in rows]
+    ours = DataCollatorForMaskedLM(tokenizer, whole_word_mask=True)
+    theirs = DataCollatorForLanguageModeling(tokenizer, whole_word_mask=True, mask_replace_prob=1, random_replace_prob=0)
+    compare(
+        lambda: ours(rows),
+        lambda: theirs(with_offsets),
+        case="64×512, dicts of lists, whole words",
+        ours_name="DataCollatorForMaskedLM(whole_word_mask=True)",
+        peer_name="HF collator, whole_word_mask=True",
+        rounds=15,
+    )

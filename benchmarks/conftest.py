@@ -1,0 +1,67 @@
+"""How everything here is measured: in turns with the peer it is compared to, on real text, medians of ratios."""
+
+from collections.abc import Callable
+from statistics import median, quantiles
+from time import perf_counter
+from typing import Any
+
+import pytest
+import torch
+
+from fastmlm.cli.corpus import read_documents
+from fastmlm.cli.tokenizer import train_tokenizer
+
+
+@pytest.fixture
+def compare(benchmark: Any) -> Callable[..., None]:
+    """Time ours and the peer alternately; both medians and the ratio of each pair go into the results."""
+
+    def run(
+        ours: Callable[[], object],
+        peer: Callable[[], object],
+        *,
+        case: str,
+        ours_name: str,
+        peer_name: str,
+        rounds: int,
+        threads: int = 1,
+    ) -> None:
+        peer_seconds: list[float] = []
+
+        def time_peer() -> None:
+            start = perf_counter()
+            peer()
+            peer_seconds.append(perf_counter() - start)
+
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            benchmark.pedantic(ours, setup=time_peer, rounds=rounds, iterations=1, warmup_rounds=2)
+        finally:
+            torch.set_num_threads(before)
+        ours_seconds = benchmark.stats.stats.data
+        pairs = list(zip(peer_seconds[-rounds:], ours_seconds, strict=True))
+        ratios = [theirs / mine for theirs, mine in pairs]
+        low, _, high = quantiles(ratios, n=4)
+        benchmark.extra_info.update(
+            case=case,
+            ours=ours_name,
+            peer=peer_name,
+            threads=threads,
+            rounds=rounds,
+            ours_ms=round(median(ours_seconds) * 1e3, 3),
+            peer_ms=round(median(theirs for theirs, _ in pairs) * 1e3, 3),
+            ratio=round(median(ratios), 2),
+            ratio_quartiles=[round(low, 2), round(high, 2)],
+        )
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def corpus_ids() -> tuple[Any, list[int]]:
+    """A WordPiece tokenizer of 8192 ids trained on the embedded corpus, and the corpus as one stream of its ids."""
+    texts = read_documents([])
+    tokenizer = train_tokenizer(texts, 8192)
+    ids = [i for text in texts for i in tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
+    return tokenizer, ids

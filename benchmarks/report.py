@@ -1,0 +1,61 @@
+"""From the JSON of pytest-benchmark to ``results/benchmarks.json``, a Markdown table, and the README that quotes it."""
+
+import json
+import platform
+import re
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "triton")
+START, END = "<!-- benchmarks: made by `make bench` -->\n", "<!-- end of benchmarks -->"
+
+
+def summarise(raw: dict[str, Any]) -> dict[str, Any]:
+    """What is worth keeping of a run: where, with what, and the pairs."""
+    cpu = raw["machine_info"].get("cpu", {})
+    return {
+        "machine": f"{cpu.get('brand_raw', platform.processor())}, {cpu.get('count', '?')} cores, no GPU used",
+        "python": platform.python_version(),
+        "versions": {package: version(package) for package in PACKAGES},
+        "commit": raw["commit_info"].get("id", "")[:12] + ("+changes" if raw["commit_info"].get("dirty") else ""),
+        "date": raw["datetime"][:10],
+        "results": [entry["extra_info"] for entry in raw["benchmarks"]],
+    }
+
+
+def table(summary: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {number}" for name, number in summary["versions"].items())
+    lines = [
+        f"{summary['machine']}; Python {summary['python']}, {versions}; commit {summary['commit']}, {summary['date']}.",
+        "Each pair was timed in turns; medians, and the median ratio with its quartiles.",
+        "",
+        "| case | peer | peer, ms | fastmlm | fastmlm, ms | times as fast |",
+        "|---|---|---:|---|---:|---:|",
+    ]
+    for r in summary["results"]:
+        low, high = r["ratio_quartiles"]
+        lines.append(
+            f"| {r['case']} ({r['threads']} thread{'s' if r['threads'] > 1 else ''}) | {r['peer']} | {r['peer_ms']:.2f} "
+            f"| `{r['ours']}` | {r['ours_ms']:.2f} | **{r['ratio']:.2f}** ({low:.2f}–{high:.2f}) |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    summary = summarise(json.loads(Path(sys.argv[1]).read_text()))
+    results = HERE / "results"
+    results.mkdir(exist_ok=True)
+    (results / "benchmarks.json").write_text(json.dumps(summary, indent=1, ensure_ascii=False) + "\n")
+    (results / "benchmarks.md").write_text(table(summary))
+    readme = HERE.parent / "README.md"
+    text = readme.read_text()
+    quoted = re.sub(re.escape(START) + ".*?" + re.escape(END), START + table(summary) + END, text, flags=re.S)
+    readme.write_text(quoted)
+    print(table(summary))
+
+
+if __name__ == "__main__":
+    main()
