@@ -1,0 +1,250 @@
+"""The sparse head: only selected positions reach a model's vocabulary projection.
+
+Three hooks, no code for any one model. Before the model's forward, ``labels`` are taken out of the call, so the model
+computes no loss of its own. After its base model's forward, the hidden states lose every row that is not selected, and
+the model's own head runs on what is left. After the model's forward, the loss is put where the model would have put it.
+
+The hooks are plain functions, so copying or pickling a model copies nothing but their names, and what they share, the
+running call, lives in a ContextVar: threads and nested calls do not see each other's.
+
+`torch.compile` runs the hooks as they are and compiles what lies between them: it would compile the first one anew for
+every call, because each change of a ContextVar makes a token. Saying so loads `torch._dynamo` with this module.
+"""
+
+import dataclasses
+import inspect
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from fastmlm.loss import masked_lm_loss
+
+_Model = TypeVar("_Model", bound=nn.Module)
+
+_IGNORE_INDEX = -100  # what the models themselves ignore; not ours to choose
+
+# How far the sparse loss may lie from the model's own, relative to it. Both see the same hidden states, so only the
+# order of summation inside the head differs: a few roundings, for which 1e-4 is ample in float32, as TF32 too (some
+# models compute their loss in float32 even where all else is float64). A model in half precision may also round its own
+# loss, per row and per addition: 4 units in the last place. A row from a wrong position changes it by some percent.
+_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Selection:
+    """What a running call takes part with: N flat labels, the K rows among them, and the divisor of the loss."""
+
+    labels: Tensor
+    rows: Tensor
+    num_items_in_batch: int | Tensor | None
+
+    def take(self, x: Tensor) -> Tensor:
+        """The selected rows of (..., D), as (1, K, D): a batch of one sequence, which any head accepts."""
+        if x.shape[:-1].numel() != self.labels.numel():
+            raise ValueError(f"labels hold {self.labels.numel()} positions, but the model made {tuple(x.shape[:-1])}")
+        return x.reshape(-1, x.shape[-1]).index_select(0, self.rows.to(x.device)).unsqueeze(0)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """One running call of a sparse model; `outer` is the call it runs inside of."""
+
+    model: nn.Module
+    selection: _Selection | None
+    outer: "_Call | None"
+
+
+_CALL: ContextVar[_Call | None] = ContextVar("fastmlm_call", default=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Applied:
+    """What `sparsify` did to a model. In a copy or pickle of the model, the handles belong to the copy's hooks."""
+
+    handles: tuple[RemovableHandle, ...]
+    labels_position: int  # among the arguments of forward, without self
+    replaced: dict[str, Any]  # attributes of the instance that densify puts back
+
+
+@torch.compiler.disable
+def _take_labels(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Forward pre-hook of the model: open a call, and keep the labels from the model's own loss."""
+    position = model._fastmlm_sparse.labels_position
+    kwargs = dict(kwargs)
+    if position < len(args):
+        labels, args = args[position], (*args[:position], None, *args[position + 1 :])
+    else:
+        labels = kwargs.pop("labels", None)
+    selection = None
+    if labels is not None:
+        labels = labels.reshape(-1)
+        rows = labels.ne(_IGNORE_INDEX).nonzero().squeeze(-1)
+        selection = _Selection(labels, rows, kwargs.pop("num_items_in_batch", None))
+    _CALL.set(_Call(model, selection, outer=_CALL.get()))
+    return args, kwargs
+
+
+@torch.compiler.disable
+def _keep_rows(base: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    """Forward hook of the base model: in training, only the selected rows of the hidden states go on to the head."""
+    call = _CALL.get()
+    if call is None or call.selection is None or not call.model.training or call.model.base_model is not base:
+        return None
+    selected = call.selection.take(output[0])
+    if isinstance(output, tuple):
+        return (selected, *output[1:])
+    return dataclasses.replace(output, **{next(iter(output)): selected})
+
+
+@torch.compiler.disable
+def _put_loss(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    """Forward hook of the model, also after an exception (then without output): close the call and add the loss."""
+    call = _CALL.get()
+    if call is None or call.model is not model:  # another hook failed before ours opened the call
+        return None
+    _CALL.set(call.outer)
+    if call.selection is None or output is None:
+        return None
+    logits = output[0] if model.training else call.selection.take(output[0])
+    labels = call.selection.labels.index_select(0, call.selection.rows).to(logits.device)
+    num_items_in_batch = call.selection.num_items_in_batch
+    loss = masked_lm_loss(logits.flatten(0, -2), labels, num_items_in_batch=num_items_in_batch)
+    return (loss, *output) if isinstance(output, tuple) else dataclasses.replace(output, loss=loss)
+
+
+def sparsify(model: _Model) -> _Model:
+    """``loss = F.cross_entropy(head(base(...).last_hidden_state[labels != -100]), labels[labels != -100])``
+
+    Makes a Hugging Face ``*ForMaskedLM`` run its head on selected positions only, in place; `densify` undoes it. The
+    model is called as before and its loss and gradients stay the same up to rounding. Parameters, ``state_dict`` and
+    ``save_pretrained`` are untouched; copies and pickles of the model are sparse too. Doing it twice changes nothing.
+
+    Called with ``labels``, (B, S), int32 or int64, -100 where not selected:
+
+    - in training mode, ``logits`` hold only the K selected rows, in order: (1, K, V);
+    - in evaluation mode, ``logits`` stay (B, S, V);
+    - ``loss`` is `masked_lm_loss`: the mean over the selected tokens, or their sum divided by ``num_items_in_batch``
+      where that is given (most models drop it, and their gradients grow with the accumulation steps; so that the
+      Trainer gives it, ``model.accepts_loss_kwargs`` is set). Float32 at least; 0, not NaN, where nothing is selected.
+
+    Called without ``labels``, the model does what it always did.
+
+    Unless parameters are on the meta device or sharded, one tiny batch is run through the model with and without
+    hooks, with its head perturbed, and the two losses compared. Parameters, modes and random state come out as before.
+
+    Raises:
+        TypeError: the model has no base model, no output embeddings or no ``labels``.
+        ValueError: the model cannot run a plain batch of token ids, or its loss with a sparse head is another one.
+    """
+    if hasattr(model, "_fastmlm_sparse"):
+        return model
+    name = type(model).__name__
+    base = getattr(model, "base_model", model)
+    if base is model:
+        raise TypeError(f"cannot sparsify {name}: it has no base model, whose hidden states a head projects")
+    if getattr(model, "get_output_embeddings", lambda: None)() is None:
+        raise TypeError(f"cannot sparsify {name}: get_output_embeddings() gives no projection to the vocabulary")
+    if "labels" not in inspect.signature(type(model).forward).parameters:
+        raise TypeError(f"cannot sparsify {name}: its forward takes no labels")
+    if any(_is_partial(parameter) for parameter in model.parameters()):
+        _apply(model, base)
+        return model
+    try:
+        dense, sparse, tolerance = _apply_and_compare(model, base)
+    except Exception as error:
+        densify(model)
+        raise ValueError(f"cannot sparsify {name}: it fails on a plain batch of ids and labels ({error})") from error
+    if not math.isclose(dense, sparse, rel_tol=tolerance):  # also where either is NaN
+        densify(model)
+        raise ValueError(f"cannot sparsify {name}: its loss is {dense:.6g}, but {sparse:.6g} with a sparse head")
+    return model
+
+
+def densify(model: _Model) -> _Model:
+    """``sparsify(model)`` undone, in place: the model is as it was before. A model that is not sparse is left alone."""
+    applied = getattr(model, "_fastmlm_sparse", None)
+    if applied is not None:
+        for handle in applied.handles:
+            handle.remove()
+        del model._fastmlm_sparse
+        model.__dict__.pop("accepts_loss_kwargs", None)
+        model.__dict__.update(applied.replaced)
+    return model
+
+
+def _apply(model: nn.Module, base: nn.Module) -> None:
+    handles = (
+        model.register_forward_pre_hook(_take_labels, with_kwargs=True),
+        base.register_forward_hook(_keep_rows),
+        model.register_forward_hook(_put_loss, with_kwargs=True, always_call=True),
+    )
+    labels_position = list(inspect.signature(type(model).forward).parameters).index("labels") - 1
+    replaced = {key: value for key, value in model.__dict__.items() if key == "accepts_loss_kwargs"}
+    model._fastmlm_sparse = _Applied(handles, labels_position, replaced)  # type: ignore[assignment]
+    model.accepts_loss_kwargs = True  # type: ignore[assignment]
+
+
+def _apply_and_compare(model: nn.Module, base: nn.Module) -> tuple[float, float, float]:
+    """The model's own loss of a tiny batch, its loss as a sparse model, and how far apart rounding may bring them."""
+    inputs = _tiny_batch(model)
+    with _perturbed_head(model, base), _no_dropout(model), torch.no_grad():
+        dense = model(**inputs)[0]
+        _apply(model, base)
+        sparse, logits = model(**inputs)[:2]
+    return float(dense), float(sparse), _TOLERANCE[logits.dtype]
+
+
+def _is_partial(parameter: Tensor) -> bool:
+    """Whether this process holds no or only some of its values: on meta, a DTensor, or partitioned by DeepSpeed."""
+    return parameter.is_meta or hasattr(parameter, "device_mesh") or hasattr(parameter, "ds_id")
+
+
+def _tiny_batch(model: Any) -> dict[str, Tensor]:
+    """Two rows of eight ordinary ids, with 4 and 2 of them selected."""
+    embedding = model.get_input_embeddings().weight
+    vocab_size = min(embedding.shape[0], model.get_output_embeddings().weight.shape[0])
+    special = [value for key, value in model.config.to_dict().items() if key.endswith("_token_id")]
+    ordinary = torch.tensor([id_ for id_ in range(vocab_size) if id_ not in special] or range(vocab_size))
+    generator = torch.Generator().manual_seed(0)
+    input_ids, labels = ordinary[torch.randint(len(ordinary), (2, 2, 8), generator=generator)].to(embedding.device)
+    selected = torch.tensor([[0, 1, 1, 0, 0, 1, 0, 1], [0, 0, 0, 1, 0, 0, 1, 0]], device=labels.device).bool()
+    return {"input_ids": input_ids, "labels": labels.where(selected, _IGNORE_INDEX)}
+
+
+@contextmanager
+def _perturbed_head(model: nn.Module, base: nn.Module) -> Iterator[None]:
+    """Add noise to every parameter outside the base model: a bias or adapter of zeros could hide a mistake."""
+    inside = {id(parameter) for parameter in base.parameters()}
+    head = [p for p in model.parameters() if id(p) not in inside and p.is_floating_point()]
+    originals = [parameter.detach().clone() for parameter in head]
+    try:
+        with torch.no_grad():
+            for seed, parameter in enumerate(head):
+                generator = torch.Generator(parameter.device).manual_seed(seed)
+                parameter.add_(torch.empty_like(parameter).normal_(std=0.1, generator=generator))
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, original in zip(head, originals, strict=True):
+                parameter.copy_(original)
+
+
+@contextmanager
+def _no_dropout(model: nn.Module) -> Iterator[None]:
+    """Every module in evaluation mode, except the model itself, so that its head is sparse; random state restored."""
+    modes = [(module, module.training) for module in model.modules()]
+    devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
+    try:
+        with torch.random.fork_rng(devices):
+            model.eval()
+            model.training = True
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
