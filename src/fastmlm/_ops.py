@@ -6,7 +6,7 @@
 import torch
 from torch import Tensor
 
-from fastmlm.dispatch import kernel
+from fastmlm.dispatch import kernel, resolve
 
 _library = torch.library.Library("fastmlm", "DEF")
 
@@ -14,7 +14,7 @@ _library = torch.library.Library("fastmlm", "DEF")
 # seed: the 64-bit key as a signed int; device_seed (1,) int64 takes its place where given.
 # row_keys (rows,) int64; attention_mask, special_tokens_mask (B, S), any integer dtype or bool;
 # units (B, S) integers; thresholds int64, (rows, 1) or (B, S), in place of the one threshold;
-# flags (V,) uint8 and random_ids (K,) int64 as MaskingSpec.tables gives them.
+# flags (V,) uint8 and random_ids (K,) int64 as MaskingSpec.tables gives them; impl "" is the fastest.
 _library.define(
     "mask_tokens(Tensor input_ids, SymInt seed, Tensor? device_seed, Tensor? row_keys, Tensor? attention_mask, "
     "Tensor? special_tokens_mask, Tensor? units, Tensor? cu_seqlens, Tensor? thresholds, Tensor flags, "
@@ -27,7 +27,8 @@ mask_tokens = torch.ops.fastmlm.mask_tokens.default
 
 def _mask_tokens(input_ids: Tensor, *args: object) -> tuple[Tensor, Tensor]:
     *args, impl = args  # type: ignore[assignment]
-    return kernel(str(impl), "masking.mask_tokens")(input_ids, *args)
+    chosen = resolve(str(impl) or None, input_ids.device)  # here, where torch.compile does not look
+    return kernel(chosen, "masking.mask_tokens")(input_ids, *args)
 
 
 def _mask_tokens_fake(input_ids: Tensor, *args: object) -> tuple[Tensor, Tensor]:

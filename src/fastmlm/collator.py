@@ -15,13 +15,15 @@ from torch.utils.data import get_worker_info
 from transformers import BatchEncoding, DataCollatorForLanguageModeling, TrainerCallback
 from transformers.trainer_utils import has_length
 
-from fastmlm import hf_random, philox
-from fastmlm.masking import mask_tokens
+from fastmlm import hf_random
+from fastmlm.dispatch import resolve
+from fastmlm.masking import mask_tokens, row_keys
 from fastmlm.padding import pad_rows
 from fastmlm.seeding import Keys
 from fastmlm.spec import SPECIAL, MaskingSpec
 from fastmlm.strategies import words
 
+_CPU = torch.device("cpu")
 _MANY_SPECIALS = 0.05  # share of the vocabulary from which random words are too often special tokens
 
 
@@ -74,7 +76,7 @@ class DataCollatorForMaskedLM(DataCollatorForLanguageModeling):
             raise ValueError(f"rng: expected 'philox' or 'torch', got {self.rng!r}")
         if isinstance(self.random_words, str) and self.random_words not in ("all", "non_special"):
             raise ValueError(f"random_words: expected 'all', 'non_special' or ids, got {self.random_words!r}")
-        self._keys = Keys(self.seed)
+        self._keys = Keys()
         self._spec: tuple[object, MaskingSpec] | None = None
         self._word_starts: Tensor | None = None
         if self.rng == "torch" or not self.mlm:
@@ -84,8 +86,9 @@ class DataCollatorForMaskedLM(DataCollatorForLanguageModeling):
         if self.mlm_probability is None:
             raise ValueError("mlm_probability: expected a number between 0 and 1, got None")
         spec = self.spec
+        all_random = isinstance(self.random_words, str) and self.random_words == "all"
         share = len(spec.special_token_ids) / spec.vocab_size
-        if self.random_words == "all" and spec.random_replace_prob > 0 and share > _MANY_SPECIALS:
+        if all_random and spec.random_replace_prob > 0 and share > _MANY_SPECIALS:
             warnings.warn(
                 f"{share:.0%} of the vocabulary are special tokens, and random words are drawn from all of it, as in "
                 "the BERT paper; random_words='non_special' draws from the others",
@@ -96,8 +99,8 @@ class DataCollatorForMaskedLM(DataCollatorForLanguageModeling):
     def spec(self) -> MaskingSpec:
         """The settings as ``mask_tokens`` takes them; follows attributes and tokens changed after construction."""
         settings = (
-            float(self.mlm_probability), self.mask_replace_prob, self.random_replace_prob, self.exclude_original,
-            self.random_words, self.special_token_ids, len(self.tokenizer),
+            self.mlm_probability, self.mask_replace_prob, self.random_replace_prob, self.exclude_original,
+            self.random_words, self.special_token_ids, len(self.tokenizer), *self.tokenizer.all_special_ids,
         )  # fmt: skip
         if self._spec is None or self._spec[0] != settings:
             self._spec = settings, self._make_spec()
@@ -112,11 +115,11 @@ class DataCollatorForMaskedLM(DataCollatorForLanguageModeling):
         }
         if self.special_token_ids is not None:
             overrides["special_token_ids"] = self.special_token_ids
-        if self.random_words == "non_special":
+        if not isinstance(self.random_words, str):
+            overrides["random_token_ids"] = self.random_words
+        elif self.random_words == "non_special":
             special = set(self.special_token_ids or ()) | set(self.tokenizer.all_special_ids)
             overrides["random_token_ids"] = sorted(set(self.tokenizer.get_vocab().values()) - special)
-        elif not isinstance(self.random_words, str):
-            overrides["random_token_ids"] = self.random_words
         return MaskingSpec.from_tokenizer(self.tokenizer, **overrides)
 
     def set_epoch(self, epoch: int) -> None:
@@ -131,7 +134,7 @@ class DataCollatorForMaskedLM(DataCollatorForLanguageModeling):
 
     def torch_call(self, examples: Sequence[Any]) -> Any:
         """Collate to tensors."""
-        return self._collate(examples, self.torch_mask_tokens, torch.where, lambda column: column)
+        return self._collate(examples, self.torch_mask_tokens, torch.where, _for_models)
 
     def numpy_call(self, examples: Sequence[Any]) -> Any:
         """Collate to arrays."""
@@ -149,7 +152,7 @@ class DataCollatorForMaskedLM(DataCollatorForLanguageModeling):
         """Mask a padded batch, (B, S) each: the new input_ids and the labels. ``inputs`` are not changed."""
         if self.rng == "torch":
             return self._torch_rng_mask_tokens(inputs, special_tokens_mask, offset_mapping)
-        key, by_content = self._keys.next()
+        key, by_content = self._keys.next(self.seed)
         units = None
         if self.whole_word_mask:
             units = self._units(inputs, special_tokens_mask, offset_mapping, attention_mask, word_ids)
@@ -157,7 +160,7 @@ class DataCollatorForMaskedLM(DataCollatorForLanguageModeling):
             inputs,
             self.spec,
             seed=key,
-            row_keys=philox.row_keys(inputs, attention_mask) if by_content else None,
+            row_keys=row_keys(inputs, attention_mask, self.impl) if by_content else None,
             attention_mask=attention_mask,
             special_tokens_mask=special_tokens_mask,
             units=units,
@@ -177,8 +180,8 @@ class DataCollatorForMaskedLM(DataCollatorForLanguageModeling):
             return super().numpy_mask_tokens(inputs.copy(), special_tokens_mask, offset_mapping)
         tensors = {"special_tokens_mask": special_tokens_mask, "offset_mapping": offset_mapping, **extra}
         masked = self.torch_mask_tokens(
-            torch.from_numpy(inputs),
-            **{name: None if array is None else torch.from_numpy(array) for name, array in tensors.items()},
+            torch.from_numpy(np.array(inputs)),  # copied, since PyTorch takes only writable arrays of positive strides
+            **{name: None if array is None else torch.from_numpy(np.array(array)) for name, array in tensors.items()},
         )
         return masked[0].numpy(), masked[1].numpy()
 
@@ -204,7 +207,8 @@ class DataCollatorForMaskedLM(DataCollatorForLanguageModeling):
         convert: Callable[[Tensor], Any],
     ) -> Any:
         skip = () if self.whole_word_mask else ("offset_mapping",)
-        padded = pad_rows(examples, self.tokenizer, self.pad_to_multiple_of, skip)
+        native = resolve(self.impl, _CPU) == "cpp"
+        padded = pad_rows(examples, self.tokenizer, self.pad_to_multiple_of, skip, native)
         batch = {name: convert(column) if isinstance(column, Tensor) else column for name, column in padded.items()}
         special, offsets = batch.pop("special_tokens_mask", None), batch.pop("offset_mapping", None)
         if self.mlm:
@@ -237,18 +241,19 @@ class DataCollatorForMaskedLM(DataCollatorForLanguageModeling):
         attention_mask: Tensor | None,
         word_ids: Tensor | None,
     ) -> Tensor:
-        """Words from the best source there is: word_ids, offsets, or the vocabulary."""
+        """Words from the best source there is: word_ids, else offsets and the vocabulary, else the vocabulary."""
         special = self._special(inputs, special_tokens_mask)
         if attention_mask is not None:
             special |= attention_mask == 0
         if word_ids is not None:
-            starts = words.starts_from_word_ids(word_ids)
-        elif offset_mapping is not None:
-            starts = words.starts_from_offsets(offset_mapping)
-        else:
-            if self._word_starts is None or len(self._word_starts) != self.spec.vocab_size:
-                self._word_starts = words.starts_by_id(self.tokenizer)
-            starts = self._word_starts[inputs]
+            return words.units(words.starts_from_word_ids(word_ids), special, attention_mask)
+        if self._word_starts is None or len(self._word_starts) != self.spec.vocab_size:
+            self._word_starts = words.starts_by_id(self.tokenizer)
+        starts = self._word_starts[inputs.clamp(0, len(self._word_starts) - 1)]
+        if offset_mapping is not None:
+            gaps = words.starts_from_offsets(offset_mapping)
+            # Offsets may include the space before a word, and punctuation has none: marks, if there are any, know more.
+            starts = gaps if bool(self._word_starts.all()) else gaps | starts
         return words.units(starts, special, attention_mask)
 
     def _seed_generator(self, return_tensors: str) -> None:
@@ -280,6 +285,11 @@ class DataCollatorForMaskedLM(DataCollatorForLanguageModeling):
             random_replace_prob=self.random_replace_prob,
             generator=self.generator,
         )
+
+
+def _for_models(column: Tensor) -> Tensor:
+    """Floats in the default dtype, as ``torch.tensor`` makes them of Python's."""
+    return column.to(torch.get_default_dtype()) if column.is_floating_point() else column
 
 
 @lru_cache(maxsize=64)

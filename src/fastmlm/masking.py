@@ -6,9 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastmlm import _ops, spec as _spec
-from fastmlm.dispatch import resolve
-from fastmlm.philox import as_int64
+from fastmlm import _ops, philox, spec as _spec
+from fastmlm.dispatch import check_name, kernel, resolve
+from fastmlm.philox import as_int64, first_real
 from fastmlm.spec import MaskingSpec
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -44,7 +44,8 @@ def mask_tokens(
         input_ids: (B, S), or (S,) for one row, or packed (N,) or (1, N) with ``cu_seqlens``; int64, int32 or narrower.
             Never changed.
         spec: what to mask and with what.
-        seed: the 64-bit key, an int in [0, 2^64), or an int64 tensor of one element on the device.
+        seed: the 64-bit key, an int in [0, 2^64), or an int64 tensor of one element on the device (which a compiled
+            function takes whatever its value; ints that change it takes up to 2^63).
         row_keys: (rows,) int64 that name the rows (:func:`fastmlm.philox.row_keys` names them by content); default: the
             row's index in the batch.
         attention_mask: like input_ids; a row's positions count from its first nonzero column. Default: all ones.
@@ -52,9 +53,11 @@ def mask_tokens(
         units: like input_ids, the position (counted as above) of the first token of each token's word or span; a
             unit is selected as a whole, by the draw and the rate of its first token.
         cu_seqlens: (rows + 1,) int32 or int64, where each packed row starts, from 0 to N.
-        mlm_probability: in place of the spec's: a number, (rows,) or (rows, 1) for one a row, or like input_ids.
-        impl: ``"reference"`` or ``"triton"``; None: Triton for CUDA tensors where it is installed and covers the call
-            (not yet ``units`` and ``cu_seqlens``), else the reference. Both give the same bits.
+        mlm_probability: in place of the spec's: one number, one a row (rows, 1) or (rows,), or one a token, like
+            input_ids.
+        impl: ``"reference"``, ``"cpp"`` or ``"triton"``; None: the native kernel on the CPU, Triton for CUDA tensors
+            where it is installed and covers the call (not yet ``units`` and ``cu_seqlens``), else the reference. All
+            give the same bits.
 
     Returns:
         MaskedTokens of the shape and device of input_ids; int64 and int32 are kept, narrower ids widen to int64.
@@ -76,9 +79,9 @@ def mask_tokens(
     special_tokens_mask = _check_like("special_tokens_mask", special_tokens_mask, input_ids)
     units = _check_like("units", units, input_ids, _INTEGERS)
     limit, limits = _check_probability(mlm_probability, spec, input_ids, rows)
-    if impl is None and (units is not None or cu_seqlens is not None):
+    check_name(impl)
+    if impl is None and ids.device.type == "cuda" and (units is not None or cu_seqlens is not None):
         impl = "reference"
-    chosen = resolve(impl, ids.device)
     if _readable(ids):
         _check_values(ids, spec, attention_mask, units, cu_seqlens)
     if ids.numel() == 0:
@@ -102,9 +105,18 @@ def mask_tokens(
         spec.random_threshold,
         spec.ignore_index,
         spec.exclude_original,
-        chosen,
+        impl or "",
     )
     return MaskedTokens(output.view(input_ids.shape), labels.view(input_ids.shape))
+
+
+def row_keys(input_ids: Tensor, attention_mask: Tensor | None = None, impl: str | None = None) -> Tensor:
+    """:func:`fastmlm.philox.row_keys`, by the implementation named or the fastest: (B, S) → (B,) int64."""
+    if resolve(impl, input_ids.device) != "cpp" or input_ids.dtype not in (torch.int64, torch.int32):
+        return philox.row_keys(input_ids, attention_mask)
+    weights = philox.position_weights(input_ids.shape[1], input_ids.device)
+    mask = None if attention_mask is None else attention_mask.contiguous()
+    return kernel("cpp", "masking.row_keys")(input_ids.contiguous(), mask, weights)  # type: ignore[no-any-return]
 
 
 def _readable(tensor: Tensor) -> bool:
@@ -223,16 +235,25 @@ def _check_values(
         if ends != (0, ids.shape[1]) or bool((cu_seqlens[1:] < cu_seqlens[:-1]).any()):
             raise ValueError(f"cu_seqlens: expected to rise from 0 to {ids.shape[1]}, got {_preview(cu_seqlens)}")
     if units is not None and units.numel():
-        position = torch.arange(ids.shape[1])
-        if cu_seqlens is not None:
-            position = position - cu_seqlens[torch.searchsorted(cu_seqlens, position, right=True) - 1]
-        real = torch.ones_like(units, dtype=torch.bool) if attention_mask is None else attention_mask != 0
-        # Left padding moves positions down, so a column is only an upper bound: still, no unit starts after its token.
-        if bool((real & ((units < 0) | (units > position))).any()):
-            raise ValueError(
-                "units: expected for each token the position of its unit's first token, 0 at least and not after the "
-                f"token itself, got {_preview(units[real])}"
-            )
+        _check_units(units, attention_mask, cu_seqlens)
+
+
+def _check_units(units: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
+    """No unit of a real token starts after the token itself, or before the row."""
+    real = torch.ones_like(units, dtype=torch.bool) if attention_mask is None else attention_mask != 0
+    columns = torch.arange(units.shape[1])
+    if cu_seqlens is None:
+        position = columns - first_real(real)[:, None]
+    else:
+        row = torch.searchsorted(cu_seqlens, columns, right=True) - 1
+        starts = torch.full((cu_seqlens.numel(),), units.shape[1])
+        position = columns - starts.scatter_reduce(0, row, torch.where(real[0], columns, units.shape[1]), "amin")[row]
+    wrong = real & ((units < 0) | (units > position))
+    if bool(wrong.any()):
+        raise ValueError(
+            "units: expected for each token the position of its unit's first token, counted from the row's first real "
+            f"token, from 0 to the token's own position, got {_preview(units[wrong])}"
+        )
 
 
 def _preview(values: Tensor) -> str:

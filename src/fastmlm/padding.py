@@ -5,6 +5,7 @@ of ints are packed by :mod:`struct` straight into the padded array, and arrays a
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from struct import Struct, error as StructError
 from typing import TYPE_CHECKING, Any
@@ -13,11 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fastmlm.dispatch import kernel
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Column = Sequence[Any]  # one value a row
 _ABSENT = object()
+_PER_TOKEN = ("attention_mask", "token_type_ids", "special_tokens_mask")  # never anything else
 
 
 def pad_rows(
@@ -25,6 +29,7 @@ def pad_rows(
     tokenizer: "PreTrainedTokenizerBase",
     pad_to_multiple_of: int | None = None,
     skip: Sequence[str] = (),
+    native: bool = False,
 ) -> dict[str, Any]:
     """``tokenizer.pad(features, return_tensors="pt")`` for rows of integers, with the same keys in the same order.
 
@@ -34,12 +39,13 @@ def pad_rows(
         tokenizer: gives ``padding_side``, ``pad_token_id``, ``pad_token_type_id`` and ``model_input_names``.
         pad_to_multiple_of: round the padded length up to a multiple of this.
         skip: columns to leave out.
+        native: read lists of ints by the native module.
 
     Returns:
-        Columns of integers as int64, of floats in the default dtype, (B, S, ...) where they hold one value a token
-        (padded with 0; ``input_ids``, ``token_type_ids`` and ``special_tokens_mask`` as the tokenizer pads them),
-        (B, ...) otherwise; columns of strings or other objects as plain lists. ``attention_mask`` is added where the
-        tokenizer's models take one.
+        Columns of integers as int64, of floats as float64, (B, S, ...) where they hold one value a token (padded with
+        0; ``input_ids``, ``token_type_ids`` and ``special_tokens_mask`` as the tokenizer pads them), (B, ...)
+        otherwise; columns of strings, lists of strings or other objects as plain lists. ``attention_mask`` is added
+        where the tokenizer's models take one.
 
     Raises:
         TypeError, ValueError, OverflowError: naming the column, the row and what was expected.
@@ -56,7 +62,7 @@ def pad_rows(
             f"features: expected rows of one length, since {type(tokenizer).__name__} has no pad token to fill them up "
             f"with, got lengths from {min(lengths)} to {width}; set tokenizer.pad_token"
         )
-    left = tokenizer.padding_side == "left"
+    layout = _Layout(lengths, width, tokenizer.padding_side == "left", native)
     fill = {
         "input_ids": tokenizer.pad_token_id or 0,
         "token_type_ids": tokenizer.pad_token_type_id,
@@ -65,15 +71,28 @@ def pad_rows(
         "word_ids": -1,
     }
     batch = {
-        name: _column(name, column, lengths, width, left, fill.get(name, 0))
-        for name, column in columns.items()
-        if name not in skip
+        name: _column(name, column, layout, fill.get(name, 0)) for name, column in columns.items() if name not in skip
     }
     if "attention_mask" not in batch and "attention_mask" in tokenizer.model_input_names:
         column = torch.arange(width)
         real = torch.tensor(lengths)[:, None]
-        batch["attention_mask"] = (column >= width - real if left else column < real).to(torch.int64)
+        batch["attention_mask"] = (column >= width - real if layout.left else column < real).to(torch.int64)
     return batch
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Where the tokens of each row go in a padded batch."""
+
+    lengths: list[int]
+    width: int
+    left: bool
+    native: bool
+
+    def place(self, row: int) -> slice:
+        """The columns of a row's tokens."""
+        n = self.lengths[row]
+        return slice(self.width - n, self.width) if self.left else slice(0, n)
 
 
 def _columns(features: Sequence[Any]) -> dict[str, Column]:
@@ -83,6 +102,9 @@ def _columns(features: Sequence[Any]) -> dict[str, Column]:
         return {"input_ids": features}
     if "input_ids" not in first:
         raise ValueError(f"features: expected rows with input_ids, got keys {list(first)}")
+    for i, row in enumerate(features):
+        if not isinstance(row, Mapping):
+            raise TypeError(f"features, row {i}: expected a mapping like the first row, got {type(row).__name__}")
     columns: dict[str, Column] = {}
     for name in first:
         columns[name] = column = [row.get(name, _ABSENT) for row in features]
@@ -99,24 +121,28 @@ def _length(row: Any, index: int) -> int:
     if isinstance(row, (Tensor, np.ndarray)):
         if row.ndim != 1:
             raise ValueError(f"input_ids, row {index}: expected one dimension, got shape {tuple(row.shape)}")
-        floats = row.is_floating_point() if isinstance(row, Tensor) else row.dtype.kind not in "iu"
-        if floats:
+        if isinstance(row, Tensor):
+            whole = not (row.is_floating_point() or row.is_complex() or row.dtype == torch.bool)
+        else:
+            whole = row.dtype.kind in "iu"
+        if not whole:
             raise TypeError(f"input_ids, row {index}: expected integers, got {row.dtype}")
         return len(row)
     raise TypeError(f"input_ids, row {index}: expected a list, array or tensor of integers, got {type(row).__name__}")
 
 
-def _column(name: str, column: Column, lengths: list[int], width: int, left: bool, fill: int) -> Any:
+def _column(name: str, column: Column, layout: _Layout, fill: int) -> Any:
     first = column[0]
+    words = isinstance(first, (list, tuple)) and isinstance(next(iter(first), None), str) and name != "input_ids"
+    if words or isinstance(first, (str, bytes)):  # numpy's strings are among its numbers' types: ask for them first
+        return list(column)
     if isinstance(first, (list, tuple, range)):
-        packed = _pack_lists(name, column, lengths, width, left, fill)
+        packed = _pack_lists(name, column, layout, fill)
         if packed is not None:
             return packed
     elif not isinstance(first, (bool, int, float, np.generic, np.ndarray, Tensor)):
-        return list(column)  # strings and other objects go through as they are
-    return _to_tensor(
-        _pad_arrays(name, [_array(name, i, row) for i, row in enumerate(column)], lengths, width, left, fill)
-    )
+        return list(column)
+    return _to_tensor(_pad_arrays(name, [_array(name, i, row) for i, row in enumerate(column)], layout, fill))
 
 
 @lru_cache(maxsize=4096)
@@ -124,22 +150,25 @@ def _int64s(count: int) -> Struct:
     return Struct(f"{count}q")
 
 
-def _pack_lists(name: str, column: Column, lengths: list[int], width: int, left: bool, fill: int) -> Tensor | None:
+def _pack_lists(name: str, column: Column, layout: _Layout, fill: int) -> Tensor | None:
     """Lists of ints, one a token, packed into (B, width) int64; None where the column is something else."""
     ids = name == "input_ids"
     sample = next((value for row in column if isinstance(row, (list, tuple)) for value in row[:1]), 0)
     if not ids and (not isinstance(sample, (int, np.integer)) or isinstance(sample, bool)):
         return None
-    full = all(n == width for n in lengths)
-    out = np.empty((len(lengths), width), np.int64) if full else np.full((len(lengths), width), fill, np.int64)
+    if layout.native:
+        packed = kernel("cpp", "rows.pack_lists")(column, layout.lengths, layout.width, layout.left, fill)
+        if packed is not None:
+            return packed  # type: ignore[no-any-return]
+    out = np.full((len(layout.lengths), layout.width), fill, np.int64)
     buffer = out.data.cast("B") if out.size else memoryview(bytearray())
-    for i, (row, n) in enumerate(zip(column, lengths, strict=True)):
+    for i, (row, n) in enumerate(zip(column, layout.lengths, strict=True)):
         if not isinstance(row, (list, tuple, range)) or len(row) != n:
             if not ids:
                 return None
             row = _array(name, i, row).tolist()  # rows of different kinds in one column
         try:
-            _int64s(n).pack_into(buffer, 8 * (i * width + (width - n if left else 0)), *row)
+            _int64s(n).pack_into(buffer, 8 * (i * layout.width + layout.place(i).start), *row)
         except StructError as error:
             if not ids:
                 return None
@@ -162,48 +191,48 @@ def _array(name: str, index: int, row: Any) -> np.ndarray:
     """A row's value as an array of numbers, without a copy where it is an array or a tensor."""
     if isinstance(row, Tensor):
         row = row.detach().cpu()
-        return (row.float() if row.dtype in (torch.bfloat16, torch.float16) else row).numpy()
+        row = (row.float() if row.dtype == torch.bfloat16 else row).numpy()
     if name == "word_ids" and not isinstance(row, np.ndarray):  # tokenizers say None where a token has no word
         row = [-1 if word is None else word for word in row]
     try:
         array = np.asarray(row)
     except ValueError as error:  # ragged inside
         raise ValueError(f"{name}, row {index}: expected values of one shape, got {row!r:.80}") from error
+    if name == "input_ids" and array.size and array.dtype.kind not in "iu":
+        raise _bad_id(list(row), index)
+    if array.dtype.kind == "u" and array.itemsize == 8:
+        if array.size and array.max() >= 1 << 63:
+            raise OverflowError(f"{name}, row {index}: expected integers below 2^63, got {array.max()}")
+        array = array.astype(np.int64)
     if array.dtype.kind not in "biuf":
         raise TypeError(f"{name}, row {index}: expected numbers, got {row!r:.80}")
     return array
 
 
-def _pad_arrays(
-    name: str, column: list[np.ndarray], lengths: list[int], width: int, left: bool, fill: int
-) -> np.ndarray:
+def _pad_arrays(name: str, column: list[np.ndarray], layout: _Layout, fill: int) -> np.ndarray:
     """Rows stacked; filled up to the width where their first dimension counts the row's tokens."""
+    lengths, width = layout.lengths, layout.width
     per_token = all(row.shape[:1] == (n,) for row, n in zip(column, lengths, strict=True))
-    one_shape = all(row.shape == column[0].shape for row in column)
+    one_shape = all(row.shape == column[0].shape for row in column) and (per_token or name not in _PER_TOKEN)
     if one_shape and not (per_token and lengths[0] != width):
         return np.stack(column)
     if not per_token:
         i = next(i for i, n in enumerate(lengths) if column[i].shape[:1] != (n,))
         raise ValueError(
-            f"{name}, row {i}: expected one value for each of the row's {lengths[i]} tokens, or one shape in all "
-            f"rows, got shape {column[i].shape}"
+            f"{name}, row {i}: expected one value for each of the row's {lengths[i]} tokens"
+            f"{'' if name in _PER_TOKEN else ', or one shape in all rows'}, got shape {column[i].shape}"
         )
-    inner = next((row.shape[1:] for row in column if len(row)), column[0].shape[1:])
-    out = np.full((len(lengths), width, *inner), fill, dtype=np.result_type(*(row for row in column if len(row))))
+    filled = [row for row in column if len(row)] or column
+    inner = filled[0].shape[1:]
+    out = np.full((len(lengths), width, *inner), fill, dtype=np.result_type(*{row.dtype for row in filled}))
     for i, (row, n) in enumerate(zip(column, lengths, strict=True)):
         if n and row.shape[1:] != inner:
             raise ValueError(f"{name}, row {i}: expected shape {(n, *inner)}, got {row.shape}")
-        out[i, width - n if left else 0 :][:n] = row.reshape(n, *inner)
+        out[i, layout.place(i)] = row.reshape(n, *inner)
     return out
 
 
 def _to_tensor(array: np.ndarray) -> Tensor:
-    """int64 for integers and the default dtype for floats, which is what models take; bool stays."""
+    """int64 for integers, float64 for floats; bool stays."""
     kind = array.dtype.kind
-    if kind == "b":
-        return torch.from_numpy(array)
-    if kind == "f":
-        return torch.from_numpy(array.astype(np.float64)).to(torch.get_default_dtype())
-    if array.dtype == np.uint64 and array.size and array.max() >= 1 << 63:
-        raise OverflowError(f"features: expected integers below 2^63, got {array.max()}")
-    return torch.from_numpy(array.astype(np.int64, copy=False))
+    return torch.from_numpy(array if kind == "b" else array.astype(np.float64 if kind == "f" else np.int64, copy=False))

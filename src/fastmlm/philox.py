@@ -80,7 +80,15 @@ def fold_tensor(a: Tensor, b: Tensor) -> Tensor:
 
 def first_real(attention_mask: Tensor) -> Tensor:
     """``(attention_mask != 0).int().argmax(1)``: the column of each row's first real token, 0 where there is none."""
+    if attention_mask.shape[1] == 0:
+        return attention_mask.new_zeros(len(attention_mask), dtype=torch.int64)
     return (attention_mask != 0).to(torch.uint8).argmax(1)
+
+
+def position_weights(length: int, device: torch.device) -> Tensor:
+    """``m((s + 1) * G) | 1`` for s = 0 … length - 1, int64: the multipliers of the row hash."""
+    # Lengths are rounded up, so that batches of many lengths share few tables.
+    return _position_weights(max(512, 1 << max(length - 1, 0).bit_length()), device)[:length]
 
 
 @lru_cache(maxsize=8)
@@ -104,8 +112,7 @@ def row_keys(input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
     """
     rows, length = input_ids.shape
     ids = input_ids.to(torch.int64)
-    # Lengths are rounded up so that the cache serves batches of many lengths with few tables.
-    weights = _position_weights(max(512, 1 << max(length - 1, 0).bit_length()), input_ids.device)[:length]
+    weights = position_weights(length, input_ids.device)
     if attention_mask is None:
         return fold_tensor((ids * weights).sum(1), torch.full((rows,), length, device=ids.device))
     real = attention_mask != 0
@@ -158,7 +165,8 @@ def draw_rows(key: Tensor, keys_by_row: Tensor, length: int, streams: tuple[int,
     blocks = -(-length // BLOCK)
     device = keys_by_row.device
     low, high = _words(keys_by_row)
-    stream = torch.tensor(streams, dtype=torch.int64, device=device)[:, None, None]
+    # Not torch.tensor(streams): its copy from the host would make a GPU's stream wait.
+    stream = torch.stack([keys_by_row.new_full((), t) for t in streams])[:, None, None]
     lane = torch.arange(blocks * LANES, device=device)
     words = philox((lane, stream, low[:, None], high[:, None]), _words(key.reshape(())))
     shape = (len(streams), keys_by_row.shape[0], blocks, 4, LANES)

@@ -82,7 +82,7 @@ def mask_tokens(
 ) -> tuple[Tensor, Tensor]:
     """Select, replace and label; arguments as :func:`fastmlm._ops.mask_tokens` describes them."""
     ids = input_ids.to(torch.int64)
-    key = torch.tensor([seed], dtype=torch.int64, device=ids.device) if device_seed is None else device_seed
+    key = ids.new_full((1,), seed) if device_seed is None else device_seed
     rows = _Rows(key, row_keys, attention_mask, cu_seqlens, ids)
 
     # 1. What may be selected.

@@ -6,8 +6,6 @@ from torch.utils.data import get_worker_info
 
 from fastmlm.philox import as_int64, fold
 
-_MODULUS = 1 << 64
-
 
 def _rank() -> int:
     distributed = torch.distributed
@@ -23,8 +21,7 @@ class Keys:
     gave it for this pass, are folded in, so that passes, workers and ranks never repeat one another.
     """
 
-    def __init__(self, seed: int | None) -> None:
-        self.seed = None if seed is None else seed % _MODULUS
+    def __init__(self) -> None:
         # Whether an epoch was told, and which: in shared memory, where workers started earlier see it change.
         self._told: Tensor = torch.zeros(2, dtype=torch.int64).share_memory_()
         self._rank = 0  # of the process that made a copy of this object, for workers that start without the group
@@ -33,21 +30,25 @@ class Keys:
     def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"_rank": max(_rank(), self._rank)}
 
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        self._told.share_memory_()  # a copy's own memory, which its workers must see as well
+
     def set_epoch(self, epoch: int) -> None:
         """Tell the epoch; takes effect for loaders iterated from now on."""
         self._told[1] = as_int64(epoch)
         self._told[0] = 1
 
-    def next(self) -> tuple[int, bool]:
+    def next(self, seed: int | None) -> tuple[int, bool]:
         """The key of the next batch in [0, 2^64), and whether rows go by content."""
         told, epoch = self._told.tolist()
-        if told and self.seed is not None:
-            return fold(self.seed, epoch), True
-        if self.seed is None:
+        if told and seed is not None:
+            return fold(seed, epoch), True
+        if seed is None:
             key = int(torch.empty((), dtype=torch.int64).random_())
         else:
             self._batches += 1
-            key = fold(self.seed, self._batches)
+            key = fold(seed, self._batches)
         worker = get_worker_info()
         if worker is not None:
             key = fold(fold(key, worker.seed), worker.id)

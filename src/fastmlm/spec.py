@@ -48,6 +48,8 @@ def _integer(name: str, value: object, low: int, high: int) -> int:
 def _ids(name: str, values: Iterable[int], vocab_size: int) -> tuple[int, ...]:
     if isinstance(values, Tensor):
         values = values.tolist()
+    if not isinstance(values, Iterable) or isinstance(values, str):
+        raise TypeError(f"{name}: expected ids, got {type(values).__name__}")
     return tuple(_integer(f"{name}[{i}]", value, 0, vocab_size) for i, value in enumerate(values))
 
 
@@ -93,6 +95,8 @@ class MaskingSpec:
         put("vocab_size", _integer("vocab_size", self.vocab_size, 1, 1 << 31))
         put("mask_token_id", _integer("mask_token_id", self.mask_token_id, 0, self.vocab_size))
         put("ignore_index", _integer("ignore_index", self.ignore_index, -(1 << 31), 1 << 31))
+        if not isinstance(self.exclude_original, bool):
+            raise TypeError(f"exclude_original: expected a bool, got {type(self.exclude_original).__name__}")
         special = _ids("special_token_ids", self.special_token_ids, self.vocab_size)
         put("special_token_ids", tuple(sorted(set(special))))
         for name in ("mlm_probability", "mask_replace_prob", "random_replace_prob"):
@@ -161,13 +165,16 @@ class MaskingSpec:
             flags, (vocab_size,) uint8: bit 0 special, bit 1 in the random table; and ``random_token_ids``, (K,) int64,
             or None where they are all of [0, vocab_size).
         """
-        if device not in self._tables:
-            flags = torch.zeros(self.vocab_size, dtype=torch.uint8)
-            flags[list(self.special_token_ids)] = SPECIAL
-            ids = None if self.random_token_ids is None else torch.tensor(self.random_token_ids)
-            flags[slice(None) if ids is None else ids] |= RANDOM
-            self._tables[device] = flags.to(device), None if ids is None else ids.to(device)
-        return self._tables[device]
+        if device in self._tables:
+            return self._tables[device]
+        flags = torch.zeros(self.vocab_size, dtype=torch.uint8)
+        flags[list(self.special_token_ids)] = SPECIAL
+        ids = None if self.random_token_ids is None else torch.tensor(self.random_token_ids)
+        flags[slice(None) if ids is None else ids] |= RANDOM
+        tables = flags.to(device), None if ids is None else ids.to(device)
+        if not torch.compiler.is_exporting():  # an export's tensors are fakes, no good to keep
+            self._tables[device] = tables
+        return tables
 
 
 def _shorten(ids: tuple[int, ...]) -> str:

@@ -75,7 +75,7 @@ def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
 
 
 def dense_loss(model: Any, inputs: dict[str, Tensor]) -> Tensor:
-    """``F.cross_entropy(model(...).logits.view(-1, V), labels.view(-1))``; ModernBERT's own loss is float32 even here."""
+    """``F.cross_entropy(model(...).logits.view(-1, V), labels.view(-1))``; not ModernBERT's own, which is float32."""
     logits = model(**{key: value for key, value in inputs.items() if key != "labels"}).logits
     return nn.functional.cross_entropy(logits.flatten(0, -2), inputs["labels"].view(-1))
 

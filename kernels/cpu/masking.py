@@ -1,0 +1,88 @@
+"""Masking on the CPU: tensors to addresses, for the native kernels."""
+
+import torch
+from torch import Tensor
+
+from fastmlm.kernels.cpu import _native
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _as_int64(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.to(torch.int64).contiguous()
+
+
+def mask_tokens(
+    input_ids: Tensor,
+    seed: int,
+    device_seed: Tensor | None,
+    row_keys: Tensor | None,
+    attention_mask: Tensor | None,
+    special_tokens_mask: Tensor | None,
+    units: Tensor | None,
+    cu_seqlens: Tensor | None,
+    thresholds: Tensor | None,
+    flags: Tensor,
+    random_ids: Tensor | None,
+    threshold: int,
+    mask_token_id: int,
+    mask_threshold: int,
+    random_threshold: int,
+    ignore_index: int,
+    exclude_original: bool,
+) -> tuple[Tensor, Tensor]:
+    """Run the kernel; arguments as :mod:`fastmlm._ops` describes them, checked by :func:`fastmlm.mask_tokens`."""
+    output_ids, labels = torch.empty_like(input_ids), torch.empty_like(input_ids)
+    rows, length = input_ids.shape
+    # Named, since the addresses that follow must outlive the call.
+    units, cu_seqlens = _as_int64(units), _as_int64(cu_seqlens)
+    row_keys = None if row_keys is None else row_keys.contiguous()
+    if device_seed is not None:
+        seed = int(device_seed)
+    _native.mask_tokens(
+        input_ids.data_ptr(),
+        output_ids.data_ptr(),
+        labels.data_ptr(),
+        input_ids.element_size(),
+        rows if cu_seqlens is None else cu_seqlens.numel() - 1,
+        length,
+        length,
+        _address(cu_seqlens),
+        seed & 0xFFFFFFFFFFFFFFFF,
+        _address(row_keys),
+        _address(attention_mask),
+        1 if attention_mask is None else attention_mask.element_size(),
+        _address(special_tokens_mask),
+        1 if special_tokens_mask is None else special_tokens_mask.element_size(),
+        _address(units),
+        _address(thresholds),
+        thresholds is not None and thresholds.shape == input_ids.shape,
+        flags.data_ptr(),
+        flags.numel(),
+        _address(random_ids),
+        flags.numel() if random_ids is None else random_ids.numel(),
+        threshold,
+        mask_threshold,
+        random_threshold,
+        mask_token_id,
+        ignore_index,
+        exclude_original,
+    )
+    return output_ids, labels
+
+
+def row_keys(input_ids: Tensor, attention_mask: Tensor | None, weights: Tensor) -> Tensor:
+    """The row keys of (B, S) int64 or int32 ids; ``weights`` are the multipliers of the positions (at least S)."""
+    keys = torch.empty(input_ids.shape[0], dtype=torch.int64)
+    _native.row_keys(
+        input_ids.data_ptr(),
+        input_ids.element_size(),
+        _address(attention_mask),
+        1 if attention_mask is None else attention_mask.element_size(),
+        weights.data_ptr(),
+        *input_ids.shape,
+        keys.data_ptr(),
+    )
+    return keys

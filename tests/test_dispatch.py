@@ -1,0 +1,342 @@
+"""The way from the public function to a kernel: which impl runs, the op for torch.compile, no host sync, GPU code."""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fastmlm import MaskingSpec, available_impls, dispatch, mask_tokens, masking, philox, reference
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+SPEC = MaskingSpec(3, 50, (0, 1, 2), 0.4, random_token_ids=tuple(range(3, 50)), exclude_original=True)
+IDS = torch.randint(0, 50, (3, 70), generator=torch.Generator().manual_seed(0))
+
+
+# ---- Which implementation runs ----
+
+
+def test_available_impls() -> None:
+    assert available_impls()[0] == "reference"
+    assert "triton" in available_impls()  # on a GPU or in the interpreter
+
+
+def test_default_impl() -> None:
+    native = "cpp" in available_impls()  # where there was a compiler
+    assert dispatch.resolve(None, CPU) == ("cpp" if native else "reference")  # the interpreter is never a default
+    assert dispatch.resolve(None, CUDA) == "triton"
+
+
+def test_default_impl_without_triton_and_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_installed", lambda module: False)
+    dispatch._warn_without_native.cache_clear()
+    assert dispatch.resolve(None, CUDA) == "reference"
+    with pytest.warns(UserWarning, match=r"masking runs in PyTorch, .*native module was not built.*C\+\+ compiler"):
+        assert dispatch.resolve(None, CPU) == "reference"
+    assert dispatch.resolve(None, CPU) == "reference"  # the warning came once: here it would be an error
+    assert available_impls() == ("reference",)
+    with pytest.raises(RuntimeError, match=r"impl: 'cpp' cannot run here: .*C\+\+ compiler"):
+        dispatch.resolve("cpp", CPU)
+    with pytest.raises(RuntimeError, match=r'impl: .triton. cannot run here: .*pip install "fastmlm\[gpu\]"'):
+        dispatch.resolve("triton", CUDA)
+
+
+@pytest.mark.parametrize("impl", ["cuda", "Triton", "", 3])
+def test_unknown_impl(impl: Any) -> None:
+    with pytest.raises(ValueError, match=f"impl: expected None or one of reference, cpp, triton, got {impl!r}"):
+        mask_tokens(IDS, SPEC, seed=0, impl=impl)
+
+
+def test_native_kernels_take_no_gpu_tensors() -> None:
+    with pytest.raises(RuntimeError, match=r"impl: 'cpp' cannot run here: .*on the CPU, and these are on cuda"):
+        dispatch.resolve("cpp", CUDA)
+
+
+def test_triton_on_cpu_tensors_without_the_interpreter() -> None:
+    code = (
+        "import torch, fastmlm\n"
+        "print(*fastmlm.available_impls())\n"
+        "try: fastmlm.mask_tokens(torch.arange(4), fastmlm.MaskingSpec(1, 9), seed=0, impl='triton')\n"
+        "except RuntimeError as error: print(error)\n"
+    )
+    impls, message = without_interpreter(code).splitlines()
+    assert ("triton" in impls.split()) == torch.cuda.is_available()
+    assert message.startswith("impl: 'triton' cannot run here: ")
+    assert "GPU" in message
+
+
+def without_interpreter(code: str) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr[-2000:]
+    return run.stdout
+
+
+# ---- As PyTorch sees the op ----
+
+
+def arguments(kind: str, seed: int = 5) -> dict[str, Any]:
+    """Arguments of the op, by its schema's names, for a kind of call."""
+    flags, random_ids = SPEC.tables(CPU)
+    call: dict[str, Any] = {
+        "input_ids": IDS, "seed": seed, "device_seed": None, "row_keys": None, "attention_mask": None,
+        "special_tokens_mask": None, "units": None, "cu_seqlens": None, "thresholds": None, "flags": flags,
+        "random_ids": random_ids, "threshold": 1 << 31, "mask_token_id": 3, "mask_threshold": SPEC.mask_threshold,
+        "random_threshold": SPEC.random_threshold, "ignore_index": -100, "exclude_original": True,
+    }  # fmt: skip
+    if kind != "plain":
+        call["device_seed"], call["special_tokens_mask"] = torch.tensor([seed]), IDS % 5 == 0
+        call["attention_mask"], call["row_keys"] = IDS % 7 != 0, torch.tensor([3, 4, -5])
+        call["thresholds"] = torch.full(IDS.shape, 1 << 31) if "token" in kind else torch.full((3, 1), 1 << 31)
+    if "units" in kind:
+        call["units"] = (torch.arange(70) // 2 * 2).expand(3, -1).contiguous()
+    if "packed" in kind:
+        call |= {"cu_seqlens": torch.tensor([0, 64, 65, 210]), "thresholds": torch.full((3, 1), 1 << 31)}
+        for name in ("input_ids", "attention_mask", "special_tokens_mask", "units"):
+            call[name] = None if call[name] is None else call[name].reshape(1, -1)
+    return call
+
+
+KINDS = ["plain", "rows", "token", "units", "packed", "units token", "units packed"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "impl"), [("plain", "triton"), ("rows", "triton"), ("units", "reference"), ("packed", "reference")]
+)
+def test_opcheck(kind: str, impl: str) -> None:
+    """Schema (nothing written, nothing aliased), fake implementation, dynamic shapes under AOTAutograd."""
+    torch.library.opcheck(torch.ops.fastmlm.mask_tokens.default, (*arguments(kind).values(), impl))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_fake_outputs(dtype: torch.dtype) -> None:
+    ids, spec = IDS.to(dtype), MaskingSpec(3, 50)
+    spec.tables(CPU)
+    real = mask_tokens(ids, spec, seed=1)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = torch.ops.fastmlm.mask_tokens(
+            *(arguments("plain") | {"input_ids": mode.from_tensor(ids)}).values(), "triton"
+        )
+    for a, b in zip(real, fake, strict=True):
+        assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("impl", [None, "triton"])
+def test_compile_with_a_changing_seed(backend: str, impl: str | None) -> None:
+    """One graph for the first seed, one for every later one."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend(backend)
+    spec = MaskingSpec(3, 50, (0, 1, 2), 0.4)  # its tables are built in the compiled call
+
+    def step(ids: Tensor, seed: int) -> Tensor:
+        masked = mask_tokens(ids + 0, spec, seed=seed, attention_mask=ids != 4, impl=impl)
+        return torch.stack([masked.input_ids, masked.labels]) * 2
+
+    compiled = torch.compile(step, fullgraph=True, backend=counter)
+    for seed in (7, 0, 1, 2, 2**31, 2**32 + 1, 2**62, 2**63 - 1):
+        assert torch.equal(compiled(IDS, seed), step(IDS, seed))
+    assert counter.frame_count <= 3  # 7, any, and perhaps 0 or 1, which dynamo likes to see as constants
+
+
+def test_compile_with_a_seed_on_the_device_and_lengths_that_change() -> None:
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    SPEC.tables(CPU)  # built inside, they would cost a second graph
+
+    def step(ids: Tensor, seed: Tensor) -> tuple[Tensor, Tensor]:
+        return tuple(mask_tokens(ids, SPEC, seed=seed, mlm_probability=ids / 50))
+
+    compiled = torch.compile(step, fullgraph=True, backend=counter, dynamic=True)
+    for seed, length in enumerate((70, 64, 33, 2)):
+        call = IDS[:, :length].clone(), torch.tensor([seed])
+        for got, want in zip(compiled(*call), step(*call), strict=True):
+            assert torch.equal(got, want)
+    assert counter.frame_count == 1
+
+
+def test_compiled_seeds_with_the_top_bit() -> None:
+    """Half of all keys do not fit an int64: as tensors they work, as numbers they may fail but never lie."""
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda ids, seed: mask_tokens(ids, SPEC, seed=seed).labels, backend="eager", fullgraph=True
+    )
+    for seed in (5, 6, 2**63, 2**64 - 1, 7, 2**63 + 5):
+        expected = mask_tokens(IDS, SPEC, seed=seed).labels
+        assert torch.equal(compiled(IDS, torch.tensor([philox.as_int64(seed)])), expected)
+        try:
+            got = compiled(IDS, seed)
+        except (RuntimeError, OverflowError):
+            assert seed >= 2**63
+        else:
+            assert torch.equal(got, expected)
+
+
+class Masking(torch.nn.Module):
+    def __init__(self, spec: MaskingSpec) -> None:
+        super().__init__()
+        self.spec = spec
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return mask_tokens(ids, self.spec, seed=1).labels
+
+
+def test_exporting_leaves_the_spec_usable() -> None:
+    """Tables first asked for while tracing with fake tensors must not stay behind in the spec as fakes."""
+    spec = MaskingSpec(3, 50, (0, 1, 2))
+    exported = torch.export.export(Masking(spec), (IDS,), strict=False)
+    expected = mask_tokens(IDS, MaskingSpec(3, 50, (0, 1, 2)), seed=1).labels
+    assert (expected != -100).any()
+    assert torch.equal(mask_tokens(IDS, spec, seed=1).labels, expected)
+    assert torch.equal(exported.module()(IDS), expected)
+
+
+# ---- Nothing waits for the device ----
+
+
+class NoSync(TorchDispatchMode):
+    """Refuses what makes the host wait for a GPU: reading values, shapes that depend on values, copies of host memory.
+
+    ``lift_fresh`` is ``torch.tensor(...)``: on a GPU a copy from pageable memory, which waits for the stream and which
+    no CUDA graph can capture.
+    """
+
+    BANNED = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal.", "is_nonzero", "lift_fresh")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name().removeprefix("aten::")
+        if (name + ".").startswith(self.BANNED):
+            raise AssertionError(f"{name} waits for the device")
+        if (
+            name.startswith(("index", "_index_put", "_unsafe_index"))
+            and len(args) > 1
+            and isinstance(args[1], (list, tuple))
+        ):
+            for index in args[1]:
+                assert index is None or index.dtype not in (torch.bool, torch.uint8), f"{name} with a bool mask waits"
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_sync_sees_a_sync() -> None:
+    for bad in (lambda x: x[x > 0], lambda x: x.sum().item(), lambda x: x.nonzero(), lambda x: torch.tensor([1]), bool):
+        with pytest.raises(AssertionError, match="waits"), NoSync():
+            bad(torch.ones(1) if bad is bool else torch.ones(3))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_reference_never_waits(kind: str) -> None:
+    call = arguments(kind)
+    with NoSync():
+        reference.mask_tokens(**call)
+    # Fake tensors have no values at all: what reads one, be it by tolist() or numpy(), raises.
+    with FakeTensorMode() as mode:
+        reference.mask_tokens(**{k: mode.from_tensor(v) if isinstance(v, Tensor) else v for k, v in call.items()})
+
+
+def test_triton_launcher_never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastmlm.kernels.gpu import masking as kernel
+
+    class Launch:
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *args, **kwargs: None
+
+    monkeypatch.setattr(kernel, "_mask_rows", Launch())
+    for kind in ("plain", "rows", "token"):
+        call = arguments(kind)
+        with NoSync():
+            kernel.mask_tokens(**call)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_public_function_never_waits(monkeypatch: pytest.MonkeyPatch, packed: bool) -> None:
+    """As on a GPU, where no values are read; the tables by id are there after a spec's first call."""
+    monkeypatch.setattr(masking, "_readable", lambda tensor: False)
+    monkeypatch.setattr(masking._ops, "mask_tokens", masking._ops._mask_tokens)  # a mode does not see inside an op
+    SPEC.tables(CPU)
+    call = {
+        "attention_mask": IDS % 7,
+        "special_tokens_mask": IDS % 5 == 0,
+        "units": IDS * 0,
+        "mlm_probability": IDS / 50,
+    }
+    ids, seed, cu_seqlens = IDS, torch.tensor([1]), None
+    if packed:
+        call, cu_seqlens = {k: v.flatten() for k, v in call.items()}, torch.tensor([0, 64, 210])
+        ids = IDS.flatten()
+    philox.row_keys(IDS, IDS % 7)  # its table of weights, like those of the spec, is built once
+    with NoSync():
+        mask_tokens(ids, SPEC, seed=seed, cu_seqlens=cu_seqlens, impl="reference", **call)
+        mask_tokens(ids, SPEC, seed=2**64 - 1, cu_seqlens=cu_seqlens, impl="reference")
+        philox.row_keys(IDS, IDS % 7)
+
+
+# ---- The code a GPU runs, compiled ahead of time where there is none ----
+
+CODEGEN = """
+import json, pathlib, re, subprocess, sys, tempfile, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from fastmlm.kernels.gpu.masking import _mask_rows
+
+TOOL = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+NUMBERS64 = {"seed", "threshold", "mask_threshold", "random_threshold", "multiplier", "multiplier_in_table"}
+CONSTANTS = {"TILES", "BLOCKS", "PER_TOKEN", "EXCLUDE"}
+BASE = ["input_ids", "output_ids", "labels", "row_keys", "flags"]
+ALL = [*BASE, "attention_mask", "starts", "special_tokens_mask", "thresholds", "random_ids", "device_seed"]
+
+def build(target, present, ids, warps, **constants):
+    pointers = dict.fromkeys(["device_seed", "row_keys", "starts", "thresholds", "random_ids"], "*i64")
+    pointers |= dict.fromkeys(["input_ids", "output_ids", "labels"], "*" + ids)
+    pointers |= {"attention_mask": "*i64", "special_tokens_mask": "*i8", "flags": "*u8"}
+    signature, constexprs = {}, {}
+    for i, name in enumerate(_mask_rows.arg_names):
+        if name in CONSTANTS or name in pointers and name not in present:
+            signature[name], constexprs[(i,)] = "constexpr", constants.get(name)
+        else:
+            signature[name] = pointers.get(name, "i64" if name in NUMBERS64 else "i32")
+    divisible = [i for i, n in enumerate(_mask_rows.arg_names) if n in present or n == "length"]
+    source = ASTSource(_mask_rows, signature, constexprs, {(i,): [["tt.divisibility", 16]] for i in divisible})
+    return triton.compile(source, target=target, options={"num_warps": warps})
+
+def on_nvidia(kernel):
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"]); file.flush()
+        dump = lambda flag: subprocess.run([TOOL, flag, file.name], capture_output=True, text=True, check=True).stdout
+        usage, sass = dump("-res-usage"), dump("-sass")
+    return {"stack": re.findall(r"STACK:(\\d+)", usage), "local": len(re.findall(r"\\b(LDL|STL)\\b", sass)),
+            "wide_loads": sass.count("LDG.E.128"), "wide_stores": sass.count("STG.E.128")}
+
+def on_amd(kernel):
+    return {"spills": re.findall(r"gpr_spill_count: *(\\d+)", kernel.asm["amdgcn"])}
+
+plain = dict(TILES=1, BLOCKS=16, PER_TOKEN=False, EXCLUDE=False)
+cases = {
+    "plain": (BASE, "i64", 4, plain),
+    "int32": (BASE, "i32", 4, plain),
+    "short": (BASE, "i64", 1, plain | dict(BLOCKS=1)),
+    "all": (ALL, "i64", 4, dict(TILES=3, BLOCKS=16, PER_TOKEN=True, EXCLUDE=True)),
+}
+for name, (present, ids, warps, constants) in cases.items():
+    result = {"sm_90": on_nvidia(build(GPUTarget("cuda", 90, 32), present, ids, warps, **constants))}
+    result["gfx942"] = on_amd(build(GPUTarget("hip", "gfx942", 64), present, ids, warps, **constants))
+    print(json.dumps([name, result]))
+"""
+
+
+def test_codegen_for_sm_90_and_gfx942() -> None:
+    """The kernel compiles for both makers' GPUs, keeps everything in registers, and reads ids 16 bytes at a time."""
+    results = dict(json.loads(line) for line in without_interpreter(CODEGEN).splitlines())
+    assert list(results) == ["plain", "int32", "short", "all"]
+    for name, result in results.items():
+        assert set(result["sm_90"]["stack"]) == {"0"}, name
+        assert result["sm_90"]["local"] == 0, name
+        assert set(result["gfx942"]["spills"]) == {"0"}, name  # scalar and vector registers
+    assert results["plain"]["sm_90"]["wide_loads"] > 0
+    assert results["plain"]["sm_90"]["wide_stores"] > 0
