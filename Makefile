@@ -22,9 +22,9 @@ bench: $(READY)  ## measure against Hugging Face, write benchmarks/results/ and 
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	@# mypy reads the package as it is installed: kernels/gpu inside fastmlm
+	@# mypy reads the package as it is installed: kernels inside fastmlm
 	rm -rf build/lint && mkdir -p build/lint && cp -R src/fastmlm build/lint/
-	cp -R kernels/gpu build/lint/fastmlm/kernels/
+	cp -R kernels/gpu kernels/cpu build/lint/fastmlm/kernels/
 	MYPYPATH=build/lint $(BIN)/mypy -p fastmlm
 
 format: $(READY)

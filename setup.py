@@ -25,6 +25,6 @@ native = Extension(
 setup(
     packages=[*find_packages("src"), "fastmlm.kernels.gpu", "fastmlm.kernels.cpu"],
     package_dir={"": "src", "fastmlm.kernels.gpu": "kernels/gpu", "fastmlm.kernels.cpu": "kernels/cpu"},
-    package_data={"fastmlm": ["py.typed"]},
+    package_data={"fastmlm": ["py.typed"], "fastmlm.kernels.cpu": ["*.pyi"]},
     ext_modules=[native],
 )

@@ -81,7 +81,9 @@ def bench_collator_whole_words(compare: Callable[..., None], corpus_ids: Any) ->
     rows = make_rows(ids, lengths_of("64×512"), "lists")
     with_offsets = [row | {"offset_mapping": [(2 * i, 2 * i + 1) for i in range(512)]} for row in rows]
     ours = DataCollatorForMaskedLM(tokenizer, whole_word_mask=True)
-    theirs = DataCollatorForLanguageModeling(tokenizer, whole_word_mask=True, mask_replace_prob=1, random_replace_prob=0)
+    theirs = DataCollatorForLanguageModeling(
+        tokenizer, whole_word_mask=True, mask_replace_prob=1, random_replace_prob=0
+    )
     compare(
         lambda: ours(rows),
         lambda: theirs(with_offsets),

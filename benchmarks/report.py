@@ -37,8 +37,9 @@ def table(summary: dict[str, Any]) -> str:
     ]
     for r in summary["results"]:
         low, high = r["ratio_quartiles"]
+        threads = "1 thread" if r["threads"] == 1 else f"{r['threads']} threads"
         lines.append(
-            f"| {r['case']} ({r['threads']} thread{'s' if r['threads'] > 1 else ''}) | {r['peer']} | {r['peer_ms']:.2f} "
+            f"| {r['case']} ({threads}) | {r['peer']} | {r['peer_ms']:.2f} "
             f"| `{r['ours']}` | {r['ours_ms']:.2f} | **{r['ratio']:.2f}** ({low:.2f}–{high:.2f}) |"
         )
     return "\n".join(lines) + "\n"

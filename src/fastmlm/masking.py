@@ -116,7 +116,7 @@ def row_keys(input_ids: Tensor, attention_mask: Tensor | None = None, impl: str 
         return philox.row_keys(input_ids, attention_mask)
     weights = philox.position_weights(input_ids.shape[1], input_ids.device)
     mask = None if attention_mask is None else attention_mask.contiguous()
-    return kernel("cpp", "masking.row_keys")(input_ids.contiguous(), mask, weights)  # type: ignore[no-any-return]
+    return kernel("cpp", "masking.row_keys")(input_ids.contiguous(), mask, weights)
 
 
 def _readable(tensor: Tensor) -> bool:

@@ -159,7 +159,7 @@ def _pack_lists(name: str, column: Column, layout: _Layout, fill: int) -> Tensor
     if layout.native:
         packed = kernel("cpp", "rows.pack_lists")(column, layout.lengths, layout.width, layout.left, fill)
         if packed is not None:
-            return packed  # type: ignore[no-any-return]
+            return packed
     out = np.full((len(layout.lengths), layout.width), fill, np.int64)
     buffer = out.data.cast("B") if out.size else memoryview(bytearray())
     for i, (row, n) in enumerate(zip(column, layout.lengths, strict=True)):
