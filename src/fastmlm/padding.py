@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Column = Sequence[Any]  # one value a row
-_ABSENT = object()
 _PER_TOKEN = ("attention_mask", "token_type_ids", "special_tokens_mask")  # never anything else
 
 
@@ -53,7 +52,7 @@ def pad_rows(
     if len(features) == 0:
         raise ValueError("features: expected at least one row, got none")
     columns = _columns(features)
-    lengths = [_length(row, i) for i, row in enumerate(columns["input_ids"])]
+    lengths = [len(row) if type(row) is list else _length(row, i) for i, row in enumerate(columns["input_ids"])]
     width = max(lengths)
     if pad_to_multiple_of is not None:
         width = -(-width // pad_to_multiple_of) * pad_to_multiple_of
@@ -102,16 +101,23 @@ def _columns(features: Sequence[Any]) -> dict[str, Column]:
         return {"input_ids": features}
     if "input_ids" not in first:
         raise ValueError(f"features: expected rows with input_ids, got keys {list(first)}")
-    for i, row in enumerate(features):
-        if not isinstance(row, Mapping):
-            raise TypeError(f"features, row {i}: expected a mapping like the first row, got {type(row).__name__}")
     columns: dict[str, Column] = {}
     for name in first:
-        columns[name] = column = [row.get(name, _ABSENT) for row in features]
-        for i, value in enumerate(column):
-            if value is _ABSENT:
-                raise ValueError(f"features: expected the keys of the first row in every row, row {i} has no {name!r}")
+        try:
+            columns[name] = [row[name] for row in features]
+        except (KeyError, TypeError, IndexError) as error:
+            raise _bad_row(features, name) from error
     return columns
+
+
+def _bad_row(features: Sequence[Any], name: str) -> Exception:
+    """Why not every row has this key of the first row."""
+    for i, row in enumerate(features):
+        if not isinstance(row, Mapping):
+            return TypeError(f"features, row {i}: expected a mapping like the first row, got {type(row).__name__}")
+        if name not in row:
+            return ValueError(f"features: expected the keys of the first row in every row, row {i} has no {name!r}")
+    return TypeError(f"features: expected {name!r} to be readable in every row")
 
 
 def _length(row: Any, index: int) -> int:
