@@ -31,7 +31,7 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-$(READY): constraints.txt pyproject.toml setup.py
+$(READY): constraints.txt pyproject.toml setup.py $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h kernels/cpu/*.inc)
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q -c constraints.txt torch setuptools
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e ".[dev]"

@@ -36,25 +36,27 @@ def lengths_of(shape: str) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("shape", "kind"),
+    ("shape", "kind", "impl"),
     [
-        ("16×128", "lists"),
-        ("64×512", "lists"),
-        ("64×512", "arrays"),
-        ("64×512", "tensors"),
-        ("64×64…512", "lists"),
-        ("8×8192", "lists"),
+        ("16×128", "lists", "cpp"),
+        ("64×512", "lists", "cpp"),
+        ("64×512", "arrays", "cpp"),
+        ("64×512", "tensors", "cpp"),
+        ("64×64…512", "lists", "cpp"),
+        ("8×8192", "lists", "cpp"),
+        ("64×512", "lists", "reference"),
+        ("64×64…512", "lists", "reference"),
     ],
 )
-def bench_collator(compare: Callable[..., None], corpus_ids: Any, shape: str, kind: str) -> None:
+def bench_collator(compare: Callable[..., None], corpus_ids: Any, shape: str, kind: str, impl: str) -> None:
     tokenizer, ids = corpus_ids
     rows = make_rows(ids, lengths_of(shape), kind)
-    ours, theirs = DataCollatorForMaskedLM(tokenizer), DataCollatorForLanguageModeling(tokenizer)
+    ours, theirs = DataCollatorForMaskedLM(tokenizer, impl=impl), DataCollatorForLanguageModeling(tokenizer)
     compare(
         lambda: ours(rows),
         lambda: theirs(rows),
         case=f"{shape}, dicts of {kind}",
-        ours_name="DataCollatorForMaskedLM",
+        ours_name=f"DataCollatorForMaskedLM(impl={impl!r})",
         peer_name="HF collator",
         rounds=40,
     )

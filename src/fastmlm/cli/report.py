@@ -61,7 +61,8 @@ def caption(comparison: dict[str, Any]) -> str:
     return (
         f"Medians [quartiles] over {runs} alternating runs a side; memory: median [range]; loss: mean ± SE. "
         "A step is forward, backward and optimizer; tokens/s count collator and step. All runs have the same first "
-        "weights, rows and order, and masks of their own; validation rows are masked once for all."
+        "weights, rows and order, and masks of their own; validation rows are masked once for all; "
+        "glibc returns freed blocks of 4 MB and more at once."
     )
 
 
