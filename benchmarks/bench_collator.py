@@ -58,7 +58,8 @@ def bench_collator(compare: Callable[..., None], corpus_ids: Any, shape: str, ki
         case=f"{shape}, dicts of {kind}",
         ours_name=f"DataCollatorForMaskedLM(impl={impl!r})",
         peer_name="HF collator",
-        rounds=40,
+        rounds=20,
+        calls=10,
     )
 
 
@@ -74,7 +75,8 @@ def bench_collator_epochs(compare: Callable[..., None], corpus_ids: Any) -> None
         case="64×512, dicts of lists, masks by (seed, epoch, row)",
         ours_name="DataCollatorForMaskedLM(seed=1)",
         peer_name="HF collator, seed=1",
-        rounds=40,
+        rounds=20,
+        calls=10,
     )
 
 
@@ -92,5 +94,6 @@ def bench_collator_whole_words(compare: Callable[..., None], corpus_ids: Any) ->
         case="64×512, dicts of lists, whole words",
         ours_name="DataCollatorForMaskedLM(whole_word_mask=True)",
         peer_name="HF collator, whole_word_mask=True",
-        rounds=15,
+        rounds=10,
+        calls=5,
     )

@@ -1,4 +1,4 @@
-"""``mask_tokens``, native and in PyTorch, against Hugging Face's ``torch_mask_tokens``, on tensors that are padded already."""
+"""``mask_tokens``, native and in PyTorch, against Hugging Face's ``torch_mask_tokens``, on padded tensors."""
 
 from collections.abc import Callable
 from typing import Any
@@ -31,5 +31,6 @@ def bench_mask_tokens(
         case=f"{rows}×{length}, specials from {'a column' if special is not None else 'the ids'}",
         ours_name=f"mask_tokens(impl={impl!r})",
         peer_name="HF torch_mask_tokens",
-        rounds=40,
+        rounds=20,
+        calls=20,
     )

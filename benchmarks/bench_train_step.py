@@ -39,5 +39,6 @@ def bench_train_step(compare: Callable[..., None]) -> None:
         ours_name="sparsify(model)",
         peer_name="dense model",
         rounds=7,
+        calls=1,
         threads=torch.get_num_threads(),
     )

@@ -30,7 +30,7 @@ def table(summary: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in summary["versions"].items())
     lines = [
         f"{summary['machine']}; Python {summary['python']}, {versions}; commit {summary['commit']}, {summary['date']}.",
-        "Each pair was timed in turns; medians, and the median ratio with its quartiles.",
+        "Each pair was timed by turns of up to 20 calls; medians a call, and the median ratio with its quartiles.",
         "",
         "| case | peer | peer, ms | fastmlm | fastmlm, ms | times as fast |",
         "|---|---|---:|---|---:|---:|",

@@ -191,7 +191,7 @@ class TupleBase(transformers.BertForMaskedLM):
     """A base model that returns a plain tuple, of which the model uses more than the first item."""
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
-        hidden, all_hidden = self.bert(input_ids, return_dict=False, output_hidden_states=True)
+        hidden, *_, all_hidden = self.bert(input_ids, return_dict=False, output_hidden_states=True)
         logits = self.cls(hidden)
         loss = None if labels is None else nn.functional.cross_entropy(logits.view(-1, V), labels.view(-1))
         return transformers.modeling_outputs.MaskedLMOutput(loss=loss, logits=logits, hidden_states=all_hidden)
