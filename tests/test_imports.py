@@ -14,8 +14,8 @@ PACKAGE, KERNELS = ROOT / "src" / "fastmlm", ROOT / "kernels"
 RANK = {
     "cli": 6, "trainer": 6, "testing": 6,
     "": 5,  # fastmlm itself re-exports
-    "collator": 4, "head": 4,
-    "padding": 3, "seeding": 3, "hf_random": 3,  # what the collator is made of
+    "collator": 4, "head": 4, "feeding": 4,
+    "padding": 3, "packing": 3, "seeding": 3, "hf_random": 3,  # what the collator is made of
     "masking": 2, "loss": 2, "strategies": 2,
     "dispatch": 1, "_ops": 1, "reference": 1,
     "spec": 0, "philox": 0,
@@ -27,7 +27,8 @@ ALSO = {("_ops", "dispatch")}
 HEAVY = {"transformers", "accelerate", "datasets", "tokenizers", "matplotlib", "rich", "tqdm", "numpy", "safetensors"}
 MAY_LOAD = {
     **dict.fromkeys(["cli", "trainer", "testing", "collator"], {"torch"} | HEAVY),
-    "padding": {"torch", "numpy"}, "hf_random": {"torch", "numpy"}, "kernels": {"torch", "triton"},
+    **{name: {"torch", "numpy"} for name in ("padding", "packing", "hf_random")}, "kernels": {"torch", "triton"},
+    "feeding": {"numpy", "pyarrow", "datasets"},
 }  # fmt: skip
 
 
@@ -126,7 +127,8 @@ def test_import_loads_torch_alone() -> None:
     )
     assert lines[0] == ""
     loaded = lines[1].split()
-    assert not [m for m in loaded if m.split(".")[1] in ("collator", "padding", "hf_random", "cli", "trainer")], loaded
+    lazy = ("collator", "padding", "packing", "hf_random", "cli", "trainer")
+    assert not [m for m in loaded if m.split(".")[1] in lazy], loaded
     assert not [m for m in loaded if m.startswith("fastmlm.kernels.")], loaded
     assert lines[2] == "", "masking CPU tensors needs torch alone"
     assert set(PUBLIC) <= set(lines[3].split())

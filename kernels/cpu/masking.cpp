@@ -2,7 +2,7 @@
 #include "masking.h"
 
 #include <algorithm>
-#include <cstring>
+#include <limits>
 
 #if defined(__x86_64__)
 #include <immintrin.h>

@@ -47,8 +47,14 @@ struct Batch {
   bool exclude_original;
 };
 
-// Masks the batch; scratch holds a draw for each token of the longest row, rounded up to 64, and is used with units.
-using MaskTokens = void (*)(const Batch&, uint32_t* scratch);
+// The lowest and the highest id of a batch.
+struct Range {
+  int64_t lowest, highest;
+};
+
+// Masks the batch; scratch holds a draw for each token of the longest row, rounded up to 64, and is used with units and
+// with thresholds of single tokens.
+using MaskTokens = Range (*)(const Batch&, uint32_t* scratch);
 // The row keys of the draw law, of padded rows; weights[s] is the multiplier of position s.
 using RowKeys = void (*)(const void* ids, int id_size, const Flags& attention_mask, const uint64_t* weights,
                          int64_t rows, int64_t length, uint64_t* keys);

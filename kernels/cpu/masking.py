@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from fastmlm.kernels.cpu import _native
+from fastmlm.spec import check_ids
 
 
 def _address(tensor: Tensor | None) -> int:
@@ -41,7 +42,7 @@ def mask_tokens(
     row_keys = None if row_keys is None else row_keys.contiguous()
     if device_seed is not None:
         seed = int(device_seed)
-    _native.mask_tokens(
+    lowest, highest = _native.mask_tokens(
         input_ids.data_ptr(),
         output_ids.data_ptr(),
         labels.data_ptr(),
@@ -70,7 +71,39 @@ def mask_tokens(
         ignore_index,
         exclude_original,
     )
+    check_ids(lowest, highest, flags.numel())
     return output_ids, labels
+
+
+def word_units(
+    input_ids: Tensor,
+    flags: Tensor,
+    starts_by_id: Tensor,
+    attention_mask: Tensor | None,
+    special_tokens_mask: Tensor | None,
+) -> Tensor:
+    """``fastmlm.strategies.words.units`` of (B, S) int64 or int32 ids, by the vocabulary; all contiguous."""
+    units = torch.empty(input_ids.shape, dtype=torch.int64)
+    _native.word_units(
+        input_ids.data_ptr(),
+        input_ids.element_size(),
+        flags.data_ptr(),
+        starts_by_id.data_ptr(),
+        flags.numel(),
+        _address(attention_mask),
+        1 if attention_mask is None else attention_mask.element_size(),
+        _address(special_tokens_mask),
+        1 if special_tokens_mask is None else special_tokens_mask.element_size(),
+        *input_ids.shape,
+        units.data_ptr(),
+    )
+    return units
+
+
+def units_fit(units: Tensor, attention_mask: Tensor | None) -> bool:
+    """Whether each real token's unit, of (B, S) int64, starts in its row and not after the token; all contiguous."""
+    size = 1 if attention_mask is None else attention_mask.element_size()
+    return _native.units_fit(units.data_ptr(), _address(attention_mask), size, *units.shape)
 
 
 def row_keys(input_ids: Tensor, attention_mask: Tensor | None, weights: Tensor) -> Tensor:

@@ -8,8 +8,13 @@
 #include <string>
 #include <vector>
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #include "masking.h"
 #include "pack.h"
+#include "words.h"
 
 namespace fastmlm {
 namespace {
@@ -26,6 +31,19 @@ const Kernels* current = available(nullptr);
 template <class T>
 const T* pointer(unsigned long long address) {
   return reinterpret_cast<const T*>(static_cast<uintptr_t>(address));
+}
+
+// Ask for huge pages behind a large buffer about to be written for the first time: touching it in pages of 4 KB costs
+// more than masking does. It is a hint, and a refusal does no harm.
+void expect_writes(void* start, int64_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  constexpr uintptr_t kHuge = uintptr_t{1} << 21;
+  const uintptr_t from = (reinterpret_cast<uintptr_t>(start) + kHuge - 1) / kHuge * kHuge;
+  const uintptr_t to = (reinterpret_cast<uintptr_t>(start) + static_cast<uintptr_t>(bytes)) / kHuge * kHuge;
+  if (from < to) madvise(reinterpret_cast<void*>(from), to - from, MADV_HUGEPAGE);
+#else
+  (void)start, (void)bytes;
+#endif
 }
 
 PyObject* mask_tokens(PyObject*, PyObject* args) {
@@ -63,6 +81,7 @@ PyObject* mask_tokens(PyObject*, PyObject* args) {
                     mask_token_id,
                     ignore_index,
                     exclude != 0};
+  Range range;
   std::vector<uint32_t> scratch;
   try {
     if (batch.units || batch.threshold_per_token) scratch.resize(static_cast<size_t>((longest + 63) / 64 * 64));
@@ -70,9 +89,12 @@ PyObject* mask_tokens(PyObject*, PyObject* args) {
     return PyErr_NoMemory();
   }
   Py_BEGIN_ALLOW_THREADS;
-  current->mask_tokens(batch, scratch.data());
+  const int64_t bytes = (batch.offsets ? length : rows * length) * id_size;
+  expect_writes(batch.output_ids, bytes);
+  expect_writes(batch.labels, bytes);
+  range = current->mask_tokens(batch, scratch.data());
   Py_END_ALLOW_THREADS;
-  Py_RETURN_NONE;
+  return Py_BuildValue("(LL)", static_cast<long long>(range.lowest), static_cast<long long>(range.highest));
 }
 
 PyObject* row_keys(PyObject*, PyObject* args) {
@@ -87,6 +109,40 @@ PyObject* row_keys(PyObject*, PyObject* args) {
                     pointer<uint64_t>(weights), rows, length, const_cast<uint64_t*>(pointer<uint64_t>(keys)));
   Py_END_ALLOW_THREADS;
   Py_RETURN_NONE;
+}
+
+PyObject* word_units(PyObject*, PyObject* args) {
+  unsigned long long ids, flags, starts, attention, special, units;
+  long long vocab_size, rows, length;
+  int id_size, attention_size, special_size;
+  if (!PyArg_ParseTuple(args, "KiKKLKiKiLLK:word_units", &ids, &id_size, &flags, &starts, &vocab_size, &attention,
+                        &attention_size, &special, &special_size, &rows, &length, &units))
+    return nullptr;
+  const Flags attention_mask{pointer<uint8_t>(attention), attention_size};
+  const Flags special_mask{pointer<uint8_t>(special), special_size};
+  int64_t* out = const_cast<int64_t*>(pointer<int64_t>(units));
+  Py_BEGIN_ALLOW_THREADS;
+  if (id_size == 8)
+    fastmlm::word_units(pointer<int64_t>(ids), pointer<uint8_t>(flags), pointer<uint8_t>(starts), vocab_size,
+                        attention_mask, special_mask, rows, length, out);
+  else
+    fastmlm::word_units(pointer<int32_t>(ids), pointer<uint8_t>(flags), pointer<uint8_t>(starts), vocab_size,
+                        attention_mask, special_mask, rows, length, out);
+  Py_END_ALLOW_THREADS;
+  Py_RETURN_NONE;
+}
+
+PyObject* units_fit(PyObject*, PyObject* args) {
+  unsigned long long units, attention;
+  long long rows, length;
+  int attention_size;
+  if (!PyArg_ParseTuple(args, "KKiLL:units_fit", &units, &attention, &attention_size, &rows, &length)) return nullptr;
+  const Flags attention_mask{pointer<uint8_t>(attention), attention_size};
+  bool fit;
+  Py_BEGIN_ALLOW_THREADS;
+  fit = fastmlm::units_fit(pointer<int64_t>(units), attention_mask, rows, length);
+  Py_END_ALLOW_THREADS;
+  return PyBool_FromLong(fit);
 }
 
 PyObject* pack_rows(PyObject*, PyObject* args) {
@@ -119,8 +175,10 @@ PyObject* select_isa(PyObject*, PyObject* args) {
 }
 
 PyMethodDef methods[] = {
-    {"mask_tokens", mask_tokens, METH_VARARGS, "Mask a batch; kernels/cpu/masking.h names the arguments."},
+    {"mask_tokens", mask_tokens, METH_VARARGS, "Mask a batch; returns its lowest and highest id."},
     {"row_keys", row_keys, METH_VARARGS, "The row keys of the draw law, by content."},
+    {"word_units", word_units, METH_VARARGS, "The first token of each token's word; kernels/cpu/words.h has the rule."},
+    {"units_fit", units_fit, METH_VARARGS, "Whether no unit starts after its own tokens."},
     {"pack_rows", pack_rows, METH_VARARGS, "Lists of ints into a padded int64 array."},
     {"isas", isas, METH_NOARGS, "The instruction sets this processor has kernels for, widest first."},
     {"select_isa", select_isa, METH_VARARGS, "Use the kernels of one instruction set; None: the widest."},

@@ -15,7 +15,7 @@ from torch.utils.data import get_worker_info
 from transformers import BatchEncoding, DataCollatorForLanguageModeling, TrainerCallback
 from transformers.trainer_utils import has_length
 
-from fastmlm import hf_random
+from fastmlm import hf_random, packing as _packing
 from fastmlm.dispatch import resolve
 from fastmlm.masking import mask_tokens, row_keys
 from fastmlm.padding import pad_rows
@@ -56,8 +56,19 @@ class DataCollatorForMaskedLM(DataCollatorForLanguageModeling):
         exclude_original: never draw the original as its own random replacement.
         special_token_ids: ids never selected; None: the tokenizer's ``all_special_ids``.
         impl: as in :func:`fastmlm.mask_tokens`.
+        packing: all rows in one row without padding, in the form of ``transformers.DataCollatorWithFlattening`` with
+            ``return_flash_attn_kwargs=True``, each with the masks it has in the padded form. Tokens with
+            ``attention_mask == 0``, and rows that have no others, are dropped; positions count those that stay. With
+            ``pad_to_multiple_of`` one more row, of padding, fills the end up. Load the model with
+            ``attn_implementation="flash_attention_2"`` (or 3), which keeps rows apart; with ``"sdpa"`` or ``"eager"``
+            tokens see the other rows. ESM's ``token_dropout`` takes all rows for one: turn it off.
+        position_ids_start: the first position of each packed row. RoBERTa and its like (XLM-R, CamemBERT, MPNet, ESM
+            with absolute positions) number from ``padding_idx + 1``: give them 2.
 
     Shapes: ``input_ids``, ``attention_mask`` and ``labels`` (B, S), int64; a BatchEncoding for dicts, a dict for ids.
+    Packed: ``input_ids``, ``labels`` and ``position_ids`` (1, N), int64; ``cu_seq_lens_q`` and ``cu_seq_lens_k``
+    (rows + 1,), int32; ``max_length_q`` and ``max_length_k``, ints; no ``attention_mask``; other columns (1, N, ...)
+    where they hold one value a token. With ``mlm=False`` the first label of each row is -100, since models shift.
 
     Raises:
         TypeError, ValueError: naming the argument, or the column and row, what was expected and what came.
@@ -70,12 +81,17 @@ class DataCollatorForMaskedLM(DataCollatorForLanguageModeling):
     exclude_original: bool = field(default=False, kw_only=True)
     special_token_ids: Sequence[int] | None = field(default=None, kw_only=True)
     impl: str | None = field(default=None, kw_only=True)
+    packing: bool = field(default=False, kw_only=True)
+    position_ids_start: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.rng not in ("philox", "torch"):
             raise ValueError(f"rng: expected 'philox' or 'torch', got {self.rng!r}")
         if isinstance(self.random_words, str) and self.random_words not in ("all", "non_special"):
             raise ValueError(f"random_words: expected 'all', 'non_special' or ids, got {self.random_words!r}")
+        start = self.position_ids_start
+        if not isinstance(start, int) or start < 0 or (start and not self.packing):
+            raise ValueError(f"position_ids_start: expected an int from 0 on, only 0 without packing, got {start!r}")
         self._keys = Keys()
         self._spec: tuple[object, MaskingSpec] | None = None
         self._word_starts: Tensor | None = None
@@ -208,11 +224,16 @@ class DataCollatorForMaskedLM(DataCollatorForLanguageModeling):
     ) -> Any:
         skip = () if self.whole_word_mask else ("offset_mapping",)
         native = resolve(self.impl, _CPU) == "cpp"
-        padded = pad_rows(examples, self.tokenizer, self.pad_to_multiple_of, skip, native)
+        multiple = None if self.packing else self.pad_to_multiple_of
+        padded = pad_rows(examples, self.tokenizer, multiple, skip, native)
+        attention = padded.get("attention_mask")
+        if attention is None:
+            left = self.tokenizer.padding_side == "left"
+            attention = _packing.real_tokens(examples, padded["input_ids"].shape[1], left)
         batch = {name: convert(column) if isinstance(column, Tensor) else column for name, column in padded.items()}
         special, offsets = batch.pop("special_tokens_mask", None), batch.pop("offset_mapping", None)
         if self.mlm:
-            extra = {"attention_mask": batch.get("attention_mask")}
+            extra = {"attention_mask": convert(attention)}
             if self.whole_word_mask:
                 extra["word_ids"] = batch.pop("word_ids", None)
             # A subclass may override the mask functions with Hugging Face's arguments only.
@@ -225,6 +246,17 @@ class DataCollatorForMaskedLM(DataCollatorForLanguageModeling):
         else:
             ids, pad = batch["input_ids"], self.tokenizer.pad_token_id
             batch["labels"] = where(ids == (-1 if pad is None else pad), -100, ids)
+        if self.packing:
+            packed = _packing.flatten(
+                batch,
+                examples,
+                attention,
+                self.tokenizer,
+                pad_to_multiple_of=self.pad_to_multiple_of,
+                position_ids_start=self.position_ids_start,
+                separate=not self.mlm,
+            )
+            batch = {name: convert(column) if isinstance(column, Tensor) else column for name, column in packed.items()}
         return BatchEncoding(batch) if isinstance(examples[0], Mapping) else batch
 
     def _special(self, inputs: Tensor, special_tokens_mask: Tensor | None) -> Tensor:
@@ -242,18 +274,22 @@ class DataCollatorForMaskedLM(DataCollatorForLanguageModeling):
         word_ids: Tensor | None,
     ) -> Tensor:
         """Words from the best source there is: word_ids, else offsets and the vocabulary, else the vocabulary."""
+        if self._word_starts is None or len(self._word_starts) != self.spec.vocab_size:
+            self._word_starts = words.starts_by_id(self.tokenizer)
+        if word_ids is None and offset_mapping is None:
+            flags, _ = self.spec.tables(inputs.device)
+            return words.units_by_id(
+                inputs, self._word_starts, flags, special_tokens_mask, attention_mask, impl=self.impl
+            )
         special = self._special(inputs, special_tokens_mask)
         if attention_mask is not None:
             special |= attention_mask == 0
         if word_ids is not None:
             return words.units(words.starts_from_word_ids(word_ids), special, attention_mask)
-        if self._word_starts is None or len(self._word_starts) != self.spec.vocab_size:
-            self._word_starts = words.starts_by_id(self.tokenizer)
-        starts = self._word_starts[inputs.clamp(0, len(self._word_starts) - 1)]
-        if offset_mapping is not None:
-            gaps = words.starts_from_offsets(offset_mapping)
-            # Offsets may include the space before a word, and punctuation has none: marks, if there are any, know more.
-            starts = gaps if bool(self._word_starts.all()) else gaps | starts
+        starts = words.starts_from_offsets(offset_mapping)
+        # Offsets may include the space before a word, and punctuation has none: marks, if there are any, know more.
+        if not bool(self._word_starts.all()):
+            starts |= self._word_starts[inputs.clamp(0, len(self._word_starts) - 1)]
         return words.units(starts, special, attention_mask)
 
     def _seed_generator(self, return_tensors: str) -> None:

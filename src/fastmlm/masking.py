@@ -83,7 +83,7 @@ def mask_tokens(
     if impl is None and ids.device.type == "cuda" and (units is not None or cu_seqlens is not None):
         impl = "reference"
     if _readable(ids):
-        _check_values(ids, spec, attention_mask, units, cu_seqlens)
+        _check_values(ids, attention_mask, units, cu_seqlens)
     if ids.numel() == 0:
         return MaskedTokens(ids.reshape(input_ids.shape).clone(), ids.reshape(input_ids.shape).clone())
     flags, random_ids = spec.tables(ids.device)
@@ -220,16 +220,8 @@ def _check_probability(
     return 0, (limits.expand(rows, 1) if p.dim() == 0 else limits).contiguous()
 
 
-def _check_values(
-    ids: Tensor, spec: MaskingSpec, attention_mask: Tensor | None, units: Tensor | None, cu_seqlens: Tensor | None
-) -> None:
-    if ids.numel():
-        low, high = (int(x) for x in ids.aminmax())
-        if low < 0 or high >= spec.vocab_size:
-            raise ValueError(
-                f"input_ids: expected ids in [0, {spec.vocab_size}), got {low if low < 0 else high}; if tokens were "
-                "added, the spec's vocab_size (and the model's embedding) must grow with them"
-            )
+def _check_values(ids: Tensor, attention_mask: Tensor | None, units: Tensor | None, cu_seqlens: Tensor | None) -> None:
+    """What the native kernel must be able to trust; it looks at the ids themselves as it reads them."""
     if cu_seqlens is not None:
         ends = (int(cu_seqlens[0]), int(cu_seqlens[-1]))
         if ends != (0, ids.shape[1]) or bool((cu_seqlens[1:] < cu_seqlens[:-1]).any()):
@@ -240,6 +232,9 @@ def _check_values(
 
 def _check_units(units: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
     """No unit of a real token starts after the token itself, or before the row."""
+    native = cu_seqlens is None and units.dtype == torch.int64 and resolve(None, units.device) == "cpp"
+    if native and kernel("cpp", "masking.units_fit")(units, attention_mask):
+        return  # in a tenth of the time of what follows, which also finds what is wrong
     real = torch.ones_like(units, dtype=torch.bool) if attention_mask is None else attention_mask != 0
     columns = torch.arange(units.shape[1])
     if cu_seqlens is None:

@@ -6,7 +6,7 @@ of ints are packed by :mod:`struct` straight into the padded array, and arrays a
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from struct import Struct, error as StructError
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Column = Sequence[Any]  # one value a row
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _PER_TOKEN = ("attention_mask", "token_type_ids", "special_tokens_mask")  # never anything else
 
 
@@ -51,7 +52,7 @@ def pad_rows(
     """
     if len(features) == 0:
         raise ValueError("features: expected at least one row, got none")
-    columns = _columns(features)
+    columns = {name: _without_buffers(column) for name, column in _columns(features).items() if name not in skip}
     lengths = [len(row) if type(row) is list else _length(row, i) for i, row in enumerate(columns["input_ids"])]
     width = max(lengths)
     if pad_to_multiple_of is not None:
@@ -69,9 +70,7 @@ def pad_rows(
         "labels": -100,
         "word_ids": -1,
     }
-    batch = {
-        name: _column(name, column, layout, fill.get(name, 0)) for name, column in columns.items() if name not in skip
-    }
+    batch = {name: _column(name, column, layout, fill.get(name, 0)) for name, column in columns.items()}
     if "attention_mask" not in batch and "attention_mask" in tokenizer.model_input_names:
         column = torch.arange(width)
         real = torch.tensor(lengths)[:, None]
@@ -79,7 +78,7 @@ def pad_rows(
     return batch
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Layout:
     """Where the tokens of each row go in a padded batch."""
 
@@ -87,6 +86,11 @@ class _Layout:
     width: int
     left: bool
     native: bool
+
+    @cached_property
+    def full(self) -> bool:
+        """Whether no row needs filling up."""
+        return all(n == self.width for n in self.lengths)
 
     def place(self, row: int) -> slice:
         """The columns of a row's tokens."""
@@ -120,8 +124,21 @@ def _bad_row(features: Sequence[Any], name: str) -> Exception:
     return TypeError(f"features: expected {name!r} to be readable in every row")
 
 
+def _without_buffers(column: Column) -> Column:
+    """The column, with what offers its memory by the buffer protocol (``array.array``, ``memoryview``) as arrays."""
+    known = (list, dict, tuple, range, str, bytes, int, float, type(None), np.ndarray, np.generic, Tensor)
+    if isinstance(column[0], known):
+        return column
+    try:
+        return [np.asarray(memoryview(row)) for row in column]
+    except TypeError:
+        return column
+
+
 def _length(row: Any, index: int) -> int:
     """How many tokens a row of ``input_ids`` has."""
+    if isinstance(row, Tensor) and row.dtype in _INTEGERS and row.dim() == 1:
+        return len(row)
     if isinstance(row, (list, tuple, range)):
         return len(row)
     if isinstance(row, (Tensor, np.ndarray)):
@@ -146,9 +163,41 @@ def _column(name: str, column: Column, layout: _Layout, fill: int) -> Any:
         packed = _pack_lists(name, column, layout, fill)
         if packed is not None:
             return packed
-    elif not isinstance(first, (bool, int, float, np.generic, np.ndarray, Tensor)):
+    elif isinstance(first, (Tensor, np.ndarray)):
+        flat = _flat(column, layout)
+        if flat is not None:
+            return _spread(flat, layout, fill)
+    elif not isinstance(first, (bool, int, float, np.generic)):
         return list(column)
     return _to_tensor(_pad_arrays(name, [_array(name, i, row) for i, row in enumerate(column)], layout, fill))
+
+
+def _flat(column: Column, layout: _Layout) -> Tensor | None:
+    """Arrays or tensors of integers, one a token, end to end as int64; None where the column is something else."""
+    kind = type(column[0])
+    if any(type(row) is not kind or row.ndim != 1 for row in column) or list(map(len, column)) != layout.lengths:
+        return None
+    if kind is Tensor:
+        dtype = column[0].dtype
+        if dtype not in _INTEGERS or any(row.dtype is not dtype for row in column):
+            return None
+        return torch.cat(tuple(column)).cpu().to(torch.int64)
+    array = np.concatenate(column)
+    if array.dtype.kind not in "iu" or (array.dtype.kind == "u" and array.dtype.itemsize == 8):
+        return None
+    return torch.from_numpy(array.astype(np.int64, copy=False))
+
+
+def _spread(flat: Tensor, layout: _Layout, fill: int) -> Tensor:
+    """The tokens of all rows end to end, as (B, width), filled up."""
+    if layout.full:
+        return flat.view(len(layout.lengths), layout.width)
+    out = np.full((len(layout.lengths), layout.width), fill, np.int64)
+    end, values = 0, flat.numpy()
+    for i, n in enumerate(layout.lengths):
+        start, end = end, end + n
+        out[i, layout.place(i)] = values[start:end]
+    return torch.from_numpy(out)
 
 
 @lru_cache(maxsize=4096)

@@ -181,6 +181,15 @@ def _shorten(ids: tuple[int, ...]) -> str:
     return str(ids) if len(ids) <= 8 else f"({', '.join(map(str, ids[:8]))}, ... {len(ids)} in all)"
 
 
+def check_ids(lowest: int, highest: int, vocab_size: int) -> None:
+    """Raise ValueError unless all ids of a batch are in [0, vocab_size)."""
+    if lowest < 0 or highest >= vocab_size:
+        raise ValueError(
+            f"input_ids: expected ids in [0, {vocab_size}), got {lowest if lowest < 0 else highest}; if tokens were "
+            "added, the spec's vocab_size (and the model's embedding) must grow with them"
+        )
+
+
 def thresholds(p: Tensor) -> Tensor:
     """T(p) of every element, from its exact value in its own dtype: int64 in [0, 2^32]; out of range is clamped."""
     return torch.round(p.to(torch.float64).nan_to_num(nan=0.0).clamp(0, 1) * math.ldexp(1, 32)).to(torch.int64)

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from fastmlm.dispatch import kernel, resolve
 from fastmlm.philox import first_real
+from fastmlm.spec import SPECIAL
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,6 +50,34 @@ def starts_from_offsets(offsets: Tensor) -> Tensor:
     starts = torch.ones(offsets.shape[:2], dtype=torch.bool)
     starts[:, 1:] = offsets[:, 1:, 0] != offsets[:, :-1, 1]
     return starts
+
+
+def units_by_id(
+    input_ids: Tensor,
+    starts_by_id: Tensor,
+    flags: Tensor,
+    special_tokens_mask: Tensor | None,
+    attention_mask: Tensor | None,
+    impl: str | None = None,
+) -> Tensor:
+    """:func:`units` by the vocabulary alone: ``units(starts_by_id[input_ids], special, attention_mask)``.
+
+    Args:
+        input_ids: (B, S) int64 or int32; ids outside the tables are taken for the nearest inside.
+        starts_by_id: (V,) bool, of :func:`starts_by_id`.
+        flags: (V,) uint8, of ``MaskingSpec.tables``.
+        special_tokens_mask, attention_mask: (B, S) integers or bool, or None.
+        impl: as in :func:`fastmlm.mask_tokens`; both give the same.
+    """
+    masks = [None if mask is None else mask.contiguous() for mask in (attention_mask, special_tokens_mask)]
+    if resolve(impl, input_ids.device) == "cpp" and input_ids.dtype in (torch.int64, torch.int32):
+        return kernel("cpp", "masking.word_units")(input_ids.contiguous(), flags, starts_by_id, *masks)  # type: ignore[no-any-return]
+    inside = input_ids.clamp(0, len(flags) - 1)
+    special = (flags[inside] & SPECIAL) != 0
+    for mask, value in ((special_tokens_mask, False), (attention_mask, True)):
+        if mask is not None:
+            special |= (mask == 0) == value
+    return units(starts_by_id[inside], special, attention_mask)
 
 
 def units(starts: Tensor, special: Tensor, attention_mask: Tensor | None) -> Tensor:
