@@ -293,3 +293,51 @@ def test_numpy_with_no_token_kept(wordpiece):
     kept = (batch["input_ids"] == batch["labels"]).mean()
     assert abs(masked - 0.8) < 0.025  # 8192 tokens: 5 standard deviations
     assert kept < 0.004  # a random word is the original once in 800
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"seed": "x"}, "seed: expected an int, got str"),
+        ({"seed": 1.5}, "seed: expected an int, got float"),
+        ({"seed": True}, "seed: expected an int, got bool"),
+        ({"seed": 1 << 64}, "seed: expected an int in .*, got 18446744073709551616"),
+        ({"pad_to_multiple_of": 0}, "pad_to_multiple_of: expected an int in .*, got 0"),
+        ({"pad_to_multiple_of": -8}, "pad_to_multiple_of: expected an int in .*, got -8"),
+        ({"pad_to_multiple_of": 2.5}, "pad_to_multiple_of: expected an int, got float"),
+        ({"rng": "torch", "random_words": [7]}, r"random_words: expected 'all' with rng='torch', got \[7\]"),
+        ({"rng": "torch", "exclude_original": True}, "exclude_original: expected False with rng='torch', got True"),
+        ({"rng": "torch", "impl": "reference"}, "impl: expected None with rng='torch', got 'reference'"),
+    ],
+)
+def test_arguments_out_of_range_are_named(wordpiece, kwargs, message):
+    with pytest.raises((TypeError, ValueError), match=f"^{message}$"):
+        DataCollatorForMaskedLM(wordpiece, **kwargs)
+
+
+def test_a_tokenizer_is_expected():
+    with pytest.raises(TypeError, match="tokenizer: expected one of transformers, got str"):
+        DataCollatorForMaskedLM("bert")
+
+
+def test_numpy_integers_are_seeds_and_epochs(wordpiece, make_rows):
+    rows = make_rows(wordpiece, 3)
+    batches = []
+    for kind in (int, np.int64, np.uint8):
+        collator = DataCollatorForMaskedLM(wordpiece, seed=kind(3))
+        collator.set_epoch(kind(2))
+        batches.append(collator(rows))
+    assert equal(batches[0], batches[1])
+    assert equal(batches[0], batches[2])
+    with pytest.raises(TypeError, match="epoch: expected an int, got float"):
+        collator.set_epoch(1.5)
+
+
+def test_one_row_is_no_batch(wordpiece):
+    with pytest.raises(TypeError, match="features: expected a sequence of rows, got one dict"):
+        DataCollatorForMaskedLM(wordpiece).torch_call({"input_ids": [7, 8]})
+
+
+def test_rows_in_a_tuple(wordpiece):
+    collator = DataCollatorForMaskedLM(wordpiece, mlm_probability=0)
+    assert collator(((7, 8), (9,)))["input_ids"].tolist() == [[7, 8], [9, 0]]

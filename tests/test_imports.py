@@ -28,7 +28,7 @@ HEAVY = {"transformers", "accelerate", "datasets", "tokenizers", "matplotlib", "
 MAY_LOAD = {
     **dict.fromkeys(["cli", "trainer", "testing", "collator"], {"torch"} | HEAVY),
     **{name: {"torch", "numpy"} for name in ("padding", "packing", "hf_random")}, "kernels": {"torch", "triton"},
-    "feeding": {"numpy", "pyarrow", "datasets"},
+    "feeding": {"torch", "numpy", "pyarrow", "datasets"},
 }  # fmt: skip
 
 

@@ -194,13 +194,13 @@ def test_word_units(data: st.DataObject) -> None:
     cells = lambda values: torch.tensor(data.draw(st.lists(values, min_size=size, max_size=size))).view(shape)  # noqa: E731
     ids = cells(st.integers(-2, 12)).to(data.draw(st.sampled_from([torch.int64, torch.int32])))
     flags = torch.tensor([1, 3, 2, 2, 2, 2, 0, 2, 2, 2], dtype=torch.uint8)
-    starts = torch.tensor(data.draw(st.lists(st.booleans(), min_size=10, max_size=10)))
+    marks = torch.tensor(data.draw(st.lists(st.integers(0, 3), min_size=10, max_size=10)), dtype=torch.uint8)
     masks = []
     for _ in range(2):
         dtype = data.draw(st.sampled_from([None, torch.bool, torch.int16, torch.int32, torch.int64]))
         masks.append(None if dtype is None else cells(st.sampled_from([0, 0, 1])).to(dtype))
-    expected = words.units_by_id(ids, starts, flags, *masks, impl="reference")
-    assert torch.equal(words.units_by_id(ids, starts, flags, *masks, impl="cpp"), expected)
+    expected = words.units_by_id(ids, marks, flags, *masks, impl="reference")
+    assert torch.equal(words.units_by_id(ids, marks, flags, *masks, impl="cpp"), expected)
 
 
 @pytest.mark.parametrize("wrong", [-1, 5, 1 << 62, -(1 << 63)])

@@ -146,8 +146,7 @@ def test_every_bad_setting_is_named(settings: dict[str, Any], error: type[Except
 def test_the_smallest_rate_of_random_ids() -> None:
     """Below K * 2^-28 an id might never be drawn, and M_K would not fit in 32 bits."""
     at = spec(random_replace_prob=100 * 2.0**-28, mask_replace_prob=0)
-    assert at.random_multiplier(100) <= 1 << 28
-    assert spec(random_replace_prob=0).random_multiplier(100) == 0
+    assert (100 << 32) // (at.random_threshold - at.mask_threshold) <= 1 << 28
     few = spec(random_replace_prob=2 * 2.0**-28, random_token_ids=(8, 9))  # K is the size of the table, not of V
     assert few.random_count == 2
     with pytest.raises(ValueError, match="random_replace_prob"):

@@ -188,7 +188,7 @@ def test_no_warnings_and_no_change_of_the_split(slow_bert):
     assert (collator.mask_replace_prob, collator.random_replace_prob) == (0.8, 0.1)
 
 
-def test_starts_by_id_follows_added_tokens(wordpiece):
+def test_marks_follow_added_tokens(wordpiece):
     collator = DataCollatorForMaskedLM(wordpiece, whole_word_mask=True, mlm_probability=1.0)
     collator([[50, 60]])
     wordpiece.add_tokens(["fresh"])
@@ -213,3 +213,25 @@ def test_units_name_first_tokens_from_the_first_real_one():
     hole = torch.tensor([[False, False, True, False, False]])
     assert words.units(torch.zeros(1, 5, dtype=torch.bool), hole, None).tolist() == [[0, 0, 2, 3, 3]]
     assert words.units(starts[:, :0], special[:, :0], None).shape == (2, 0)
+
+
+def test_line_breaks_part_words() -> None:
+    """Byte-level BPE writes a line break as Ċ, and the word after it bears no mark of its own."""
+    tokenizer = Vocabulary("a", "Ġb", "c", "Ċ", "next", "ĊĠ", "d")
+    ids = torch.tensor([[0, 1, 2, 3, 4, 2, 5, 6]])  # a | b c | \n | next c | \n | d
+    marks = words.marks_by_id(tokenizer)
+    units = words.units_by_id(ids, marks, torch.zeros(7, dtype=torch.uint8), None, None)
+    assert units.tolist() == [[0, 1, 1, 3, 4, 4, 6, 7]]
+
+
+def test_a_lone_space_marks_no_words() -> None:
+    """A vocabulary of bases has the space as a token, but no token that begins with one: every base is a word."""
+    assert (words.marks_by_id(Vocabulary("A", "C", "G", "T", "Ġ")) == words.STARTS).all()
+
+
+class Vocabulary:
+    def __init__(self, *tokens: str) -> None:
+        self.tokens = tokens
+
+    def get_vocab(self) -> dict[str, int]:
+        return {token: i for i, token in enumerate(self.tokens)}

@@ -1,4 +1,4 @@
-// One instruction set: what the vector code of philox.inc needs, and nothing else.
+// One instruction set: what the vector code of masking.inc needs, and nothing else.
 //
 // A vector holds one Philox word a 64-bit lane, in its low half; the high half may hold anything, since the widening
 // multiply reads the low half alone. This file is included once for each instruction set, inside its namespace and

@@ -22,7 +22,7 @@ def pad(
     column: Column, part: Tensor, place: Tensor, row_lengths: Tensor, width: int, left: bool, fill: int
 ) -> Tensor | None:
     """Rows as (B, width) int64, filled up on one side; None where a row has another length than expected."""
-    out = torch.empty((part.numel(), width), dtype=torch.int64)
+    out = torch.empty((part.numel(), width), dtype=torch.int64, device="cpu")
     parts, *kind = column
     bad = _native.gather_lists(
         parts.data_ptr(), *kind, part.data_ptr(), place.data_ptr(), part.numel(), row_lengths.data_ptr(),

@@ -78,17 +78,17 @@ def mask_tokens(
 def word_units(
     input_ids: Tensor,
     flags: Tensor,
-    starts_by_id: Tensor,
+    marks: Tensor,
     attention_mask: Tensor | None,
     special_tokens_mask: Tensor | None,
 ) -> Tensor:
     """``fastmlm.strategies.words.units`` of (B, S) int64 or int32 ids, by the vocabulary; all contiguous."""
-    units = torch.empty(input_ids.shape, dtype=torch.int64)
+    units = torch.empty_like(input_ids, dtype=torch.int64)
     _native.word_units(
         input_ids.data_ptr(),
         input_ids.element_size(),
         flags.data_ptr(),
-        starts_by_id.data_ptr(),
+        marks.data_ptr(),
         flags.numel(),
         _address(attention_mask),
         1 if attention_mask is None else attention_mask.element_size(),
@@ -108,7 +108,7 @@ def units_fit(units: Tensor, attention_mask: Tensor | None) -> bool:
 
 def row_keys(input_ids: Tensor, attention_mask: Tensor | None, weights: Tensor) -> Tensor:
     """The row keys of (B, S) int64 or int32 ids; ``weights`` are the multipliers of the positions (at least S)."""
-    keys = torch.empty(input_ids.shape[0], dtype=torch.int64)
+    keys = input_ids.new_empty(input_ids.shape[0], dtype=torch.int64)
     _native.row_keys(
         input_ids.data_ptr(),
         input_ids.element_size(),

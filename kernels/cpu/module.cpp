@@ -12,6 +12,7 @@
 #include <sys/mman.h>
 #endif
 
+#include "lists.h"
 #include "masking.h"
 #include "pack.h"
 #include "words.h"
@@ -155,6 +156,34 @@ PyObject* pack_rows(PyObject*, PyObject* args) {
   return pack(column, const_cast<int64_t*>(pointer<int64_t>(out)), pointer<int64_t>(lengths), width, left != 0, fill);
 }
 
+PyObject* list_lengths(PyObject*, PyObject* args) {
+  unsigned long long parts, part, place, out;
+  int offset_size, value_size, value_signed;
+  long long count;
+  if (!PyArg_ParseTuple(args, "KiipKKLK:list_lengths", &parts, &offset_size, &value_size, &value_signed, &part, &place,
+                        &count, &out))
+    return nullptr;
+  const ListColumn column{pointer<ListPart>(parts), offset_size, value_size, value_signed != 0};
+  const ListRows rows{pointer<int64_t>(part), pointer<int64_t>(place), count};
+  return PyLong_FromLongLong(fastmlm::list_lengths(column, rows, const_cast<int64_t*>(pointer<int64_t>(out))));
+}
+
+PyObject* gather_lists(PyObject*, PyObject* args) {
+  unsigned long long parts, part, place, lengths, out;
+  int offset_size, value_size, value_signed, left;
+  long long count, width, fill, bad;
+  if (!PyArg_ParseTuple(args, "KiipKKLKKLpL:gather_lists", &parts, &offset_size, &value_size, &value_signed, &part,
+                        &place, &count, &lengths, &out, &width, &left, &fill))
+    return nullptr;
+  const ListColumn column{pointer<ListPart>(parts), offset_size, value_size, value_signed != 0};
+  const ListRows rows{pointer<int64_t>(part), pointer<int64_t>(place), count};
+  Py_BEGIN_ALLOW_THREADS;
+  bad = fastmlm::gather_lists(column, rows, pointer<int64_t>(lengths), const_cast<int64_t*>(pointer<int64_t>(out)),
+                              width, left != 0, fill);
+  Py_END_ALLOW_THREADS;
+  return PyLong_FromLongLong(bad);
+}
+
 PyObject* isas(PyObject*, PyObject*) {
   PyObject* names = PyList_New(0);
   for (const Kernels* kernels : {kernels_avx512(), kernels_avx2(), kernels_plain()}) {
@@ -180,6 +209,8 @@ PyMethodDef methods[] = {
     {"word_units", word_units, METH_VARARGS, "The first token of each token's word; kernels/cpu/words.h has the rule."},
     {"units_fit", units_fit, METH_VARARGS, "Whether no unit starts after its own tokens."},
     {"pack_rows", pack_rows, METH_VARARGS, "Lists of ints into a padded int64 array."},
+    {"list_lengths", list_lengths, METH_VARARGS, "Lengths of rows of an Arrow list column; kernels/cpu/lists.h."},
+    {"gather_lists", gather_lists, METH_VARARGS, "Rows of an Arrow list column into a padded int64 array."},
     {"isas", isas, METH_NOARGS, "The instruction sets this processor has kernels for, widest first."},
     {"select_isa", select_isa, METH_VARARGS, "Use the kernels of one instruction set; None: the widest."},
     {nullptr, nullptr, 0, nullptr},

@@ -13,7 +13,7 @@ def pack_lists(column: list[object], lengths: Sequence[int], width: int, left: b
 
     None where a row is no list or tuple of its length, or a value no int of 64 bits: the caller knows what to say.
     """
-    out = torch.empty((len(column), width), dtype=torch.int64)
-    counts = torch.tensor(lengths, dtype=torch.int64)
+    out = torch.empty((len(column), width), dtype=torch.int64, device="cpu")  # whatever the default device is
+    counts = torch.tensor(lengths, dtype=torch.int64, device="cpu")
     bad = _native.pack_rows(column, out.data_ptr(), counts.data_ptr(), width, left, fill)
     return out if bad is None else None

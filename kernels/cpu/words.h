@@ -6,10 +6,10 @@
 namespace fastmlm {
 
 // units[i] = the position, counted from the row's first real token, of the first token of i's word; 0 before the row's first.
-// A word starts at a token that starts words, at a special one (ids by id_flags, or by a mask), where padding ends, and
-// after each of these. Ids outside [0, vocab_size) are taken for the nearest id inside.
+// A word starts at a token whose mark has bit 0, after one whose mark has bit 1, at a special token (ids by id_flags, or by
+// a mask) and after it; padding counts as special. Ids outside [0, vocab_size) are taken for the nearest id inside.
 template <class Id>
-void word_units(const Id* ids, const uint8_t* id_flags, const uint8_t* starts_by_id, int64_t vocab_size,
+void word_units(const Id* ids, const uint8_t* id_flags, const uint8_t* marks, int64_t vocab_size,
                 const Flags& attention_mask, const Flags& special_tokens_mask, int64_t rows, int64_t length,
                 int64_t* units) {
   for (int64_t r = 0; r < rows; ++r) {
@@ -19,14 +19,14 @@ void word_units(const Id* ids, const uint8_t* id_flags, const uint8_t* starts_by
       while (first_real < length && !attention_mask.at(at + first_real)) ++first_real;
       if (first_real == length) first_real = 0;
     }
-    bool after_special = true;
+    bool after_end = true;
     for (int64_t i = 0; i < length; ++i) {
       const int64_t raw = ids[at + i], id = raw < 0 ? 0 : raw < vocab_size ? raw : vocab_size - 1;
       bool special = id_flags[id] & 1;
       if (attention_mask.data) special |= !attention_mask.at(at + i);
       if (special_tokens_mask.data) special |= special_tokens_mask.at(at + i);
-      if (special || after_special || starts_by_id[id]) start = i;
-      after_special = special;
+      if (special || after_end || (marks[id] & 1)) start = i;
+      after_end = special || (marks[id] & 2);
       units[at + i] = start > first_real ? start - first_real : 0;
     }
   }

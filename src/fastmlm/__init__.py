@@ -15,6 +15,15 @@ if TYPE_CHECKING:
     from fastmlm.collator import DataCollatorForMaskedLM as DataCollatorForMaskedLM
     from fastmlm.head import densify as densify, sparsify as sparsify
 
+__all__ = [
+    "DataCollatorForMaskedLM",
+    "MaskedTokens",
+    "MaskingSpec",
+    "available_impls",
+    "densify",
+    "mask_tokens",
+    "sparsify",
+]
 __version__ = "0.1.0"
 
 _LAZY = {

@@ -20,7 +20,7 @@ from fastmlm.dispatch import resolve
 from fastmlm.masking import mask_tokens, row_keys
 from fastmlm.padding import pad_rows
 from fastmlm.seeding import Keys
-from fastmlm.spec import SPECIAL, MaskingSpec
+from fastmlm.spec import SPECIAL, MaskingSpec, integer
 from fastmlm.strategies import words
 
 _CPU = torch.device("cpu")
@@ -48,7 +48,8 @@ class DataCollatorForMaskedLM(DataCollatorForLanguageModeling):
         pad_to_multiple_of: round padded lengths up to a multiple of this.
         return_tensors: ``"pt"`` or ``"np"``.
         seed: with an epoch told (:meth:`set_epoch`, :meth:`callback`), masks are a function of (seed, epoch, row
-            content) alone. With a seed and no epoch, each batch has a key of its own from the seed and a count; with
+            content) alone; equal rows of a data set then get equal masks. With a seed and no epoch, each batch has a
+            key of its own from the seed and a count (in a loader's worker also from the seed PyTorch gave it); with
             None, from torch's global generator. Rows then differ by their index in the batch (their content adds
             nothing to a key that no other batch has).
         rng: ``"philox"``, or ``"torch"``: Hugging Face's own random stream and special-token rule, bit for bit.
@@ -92,9 +93,10 @@ class DataCollatorForMaskedLM(DataCollatorForLanguageModeling):
         start = self.position_ids_start
         if not isinstance(start, int) or start < 0 or (start and not self.packing):
             raise ValueError(f"position_ids_start: expected an int from 0 on, only 0 without packing, got {start!r}")
+        self._check_arguments()
         self._keys = Keys()
         self._spec: tuple[object, MaskingSpec] | None = None
-        self._word_starts: Tensor | None = None
+        self._word_marks: Tensor | None = None
         if self.rng == "torch" or not self.mlm:
             super().__post_init__()
             return
@@ -110,6 +112,21 @@ class DataCollatorForMaskedLM(DataCollatorForLanguageModeling):
                 "the BERT paper; random_words='non_special' draws from the others",
                 stacklevel=3,
             )
+
+    def _checked_seed(self) -> int | None:
+        return None if self.seed is None else integer("seed", self.seed, -(1 << 63), 1 << 64)
+
+    def _check_arguments(self) -> None:
+        self._checked_seed()
+        if not callable(getattr(self.tokenizer, "get_vocab", None)):
+            raise TypeError(f"tokenizer: expected one of transformers, got {type(self.tokenizer).__name__}")
+        if self.pad_to_multiple_of is not None:
+            integer("pad_to_multiple_of", self.pad_to_multiple_of, 1, 1 << 31)
+        if self.rng == "torch":  # Hugging Face's masks have no room for these
+            for name, default in (("random_words", "all"), ("exclude_original", False), ("impl", None)):
+                value = getattr(self, name)
+                if type(value) is not type(default) or value != default:
+                    raise ValueError(f"{name}: expected {default!r} with rng='torch', got {value!r}")
 
     @property
     def spec(self) -> MaskingSpec:
@@ -140,7 +157,7 @@ class DataCollatorForMaskedLM(DataCollatorForLanguageModeling):
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the epoch, before the loader is iterated; reaches workers, also persistent ones."""
-        self._keys.set_epoch(epoch)
+        self._keys.set_epoch(integer("epoch", epoch, 0, 1 << 64))
 
     def callback(self) -> TrainerCallback:
         """A callback for ``Trainer(callbacks=[...])`` that tells this collator the epochs, on resume too."""
@@ -168,7 +185,7 @@ class DataCollatorForMaskedLM(DataCollatorForLanguageModeling):
         """Mask a padded batch, (B, S) each: the new input_ids and the labels. ``inputs`` are not changed."""
         if self.rng == "torch":
             return self._torch_rng_mask_tokens(inputs, special_tokens_mask, offset_mapping)
-        key, by_content = self._keys.next(self.seed)
+        key, by_content = self._keys.next(self._checked_seed())
         units = None
         if self.whole_word_mask:
             units = self._units(inputs, special_tokens_mask, offset_mapping, attention_mask, word_ids)
@@ -274,12 +291,12 @@ class DataCollatorForMaskedLM(DataCollatorForLanguageModeling):
         word_ids: Tensor | None,
     ) -> Tensor:
         """Words from the best source there is: word_ids, else offsets and the vocabulary, else the vocabulary."""
-        if self._word_starts is None or len(self._word_starts) != self.spec.vocab_size:
-            self._word_starts = words.starts_by_id(self.tokenizer)
+        if self._word_marks is None or len(self._word_marks) != self.spec.vocab_size:
+            self._word_marks = words.marks_by_id(self.tokenizer)
         if word_ids is None and offset_mapping is None:
             flags, _ = self.spec.tables(inputs.device)
             return words.units_by_id(
-                inputs, self._word_starts, flags, special_tokens_mask, attention_mask, impl=self.impl
+                inputs, self._word_marks, flags, special_tokens_mask, attention_mask, impl=self.impl
             )
         special = self._special(inputs, special_tokens_mask)
         if attention_mask is not None:
@@ -288,8 +305,8 @@ class DataCollatorForMaskedLM(DataCollatorForLanguageModeling):
             return words.units(words.starts_from_word_ids(word_ids), special, attention_mask)
         starts = words.starts_from_offsets(offset_mapping)
         # Offsets may include the space before a word, and punctuation has none: marks, if there are any, know more.
-        if not bool(self._word_starts.all()):
-            starts |= self._word_starts[inputs.clamp(0, len(self._word_starts) - 1)]
+        if bool((self._word_marks != words.STARTS).any()):
+            starts |= words.starts_from_marks(self._word_marks[inputs.clamp(0, len(self._word_marks) - 1)])
         return words.units(starts, special, attention_mask)
 
     def _seed_generator(self, return_tensors: str) -> None:

@@ -152,6 +152,8 @@ def sparsify(model: _Model) -> _Model:
         raise TypeError(f"cannot sparsify {name}: get_output_embeddings() gives no projection to the vocabulary")
     if "labels" not in inspect.signature(type(model).forward).parameters:
         raise TypeError(f"cannot sparsify {name}: its forward takes no labels")
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise TypeError(f"cannot sparsify {name}: an encoder-decoder makes its decoder's input from the labels")
     if any(_is_partial(parameter) for parameter in model.parameters()):
         _apply(model, base)
         return model
@@ -193,10 +195,18 @@ def _apply(model: nn.Module, base: nn.Module) -> None:
 def _apply_and_compare(model: nn.Module, base: nn.Module) -> tuple[float, float, float]:
     """The model's own loss of a tiny batch, its loss as a sparse model, and how far apart rounding may bring them."""
     inputs = _tiny_batch(model)
-    with _perturbed_head(model, base), _no_dropout(model), torch.no_grad():
-        dense = model(**inputs)[0]
-        _apply(model, base)
-        sparse, logits = model(**inputs)[:2]
+    hidden: list[Tensor] = []
+    seen = base.register_forward_hook(lambda _module, _inputs, output: hidden.append(output[0].float()))
+    try:
+        with _perturbed_head(model, base), _no_dropout(model), torch.no_grad():
+            dense = model(**inputs)[0]
+            _apply(model, base)
+            sparse, logits = model(**inputs)[:2]
+    finally:
+        seen.remove()
+    # The loss alone would not tell in half precision: without labels the base model must do what it does with them.
+    if not torch.allclose(*hidden[:2], rtol=1e-3, atol=1e-3 * float(hidden[0].abs().max())):
+        raise ValueError("its hidden states depend on the labels")
     return float(dense), float(sparse), _TOLERANCE[logits.dtype]
 
 
@@ -210,9 +220,10 @@ def _tiny_batch(model: Any) -> dict[str, Tensor]:
     embedding = model.get_input_embeddings().weight
     vocab_size = min(embedding.shape[0], model.get_output_embeddings().weight.shape[0])
     special = [value for key, value in model.config.to_dict().items() if key.endswith("_token_id")]
-    ordinary = torch.tensor([id_ for id_ in range(vocab_size) if id_ not in special] or range(vocab_size))
-    generator = torch.Generator().manual_seed(0)
-    input_ids, labels = ordinary[torch.randint(len(ordinary), (2, 2, 8), generator=generator)].to(embedding.device)
+    ordinary = torch.tensor([id_ for id_ in range(vocab_size) if id_ not in special] or range(vocab_size), device="cpu")
+    generator = torch.Generator("cpu").manual_seed(0)
+    drawn = ordinary[torch.randint(len(ordinary), (2, 2, 8), generator=generator, device="cpu")]
+    input_ids, labels = drawn.to(embedding.device)
     selected = torch.tensor([[0, 1, 1, 0, 0, 1, 0, 1], [0, 0, 0, 1, 0, 0, 1, 0]], device=labels.device).bool()
     return {"input_ids": input_ids, "labels": labels.where(selected, _IGNORE_INDEX)}
 

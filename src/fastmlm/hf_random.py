@@ -37,12 +37,13 @@ def mask_tokens(
         return torch.bernoulli(rate, generator=generator).bool()
 
     shape = input_ids.shape
-    selected = spread(bernoulli(torch.full(shape, mlm_probability).masked_fill_(never, 0.0)))
+    selected = spread(bernoulli(torch.full(shape, mlm_probability, device=input_ids.device).masked_fill_(never, 0.0)))
     labels = input_ids.masked_fill(~selected, -100)
-    masked = bernoulli(torch.full(shape, mask_replace_prob)) & selected
+    masked = bernoulli(torch.full(shape, mask_replace_prob, device=input_ids.device)) & selected
     output = input_ids.masked_fill(masked, mask_token_id)
     if mask_replace_prob == 1 or random_replace_prob == 0:
         return output, labels
-    random = bernoulli(torch.full(shape, random_replace_prob / (1 - mask_replace_prob))) & selected & ~masked
-    random_ids = torch.randint(vocab_size, shape, dtype=torch.long, generator=generator)
+    rate = random_replace_prob / (1 - mask_replace_prob)
+    random = bernoulli(torch.full(shape, rate, device=input_ids.device)) & selected & ~masked
+    random_ids = torch.randint(vocab_size, shape, dtype=torch.long, generator=generator, device=input_ids.device)
     return torch.where(random, random_ids, output), labels

@@ -236,12 +236,12 @@ def _check_units(units: Tensor, attention_mask: Tensor | None, cu_seqlens: Tenso
     if native and kernel("cpp", "masking.units_fit")(units, attention_mask):
         return  # in a tenth of the time of what follows, which also finds what is wrong
     real = torch.ones_like(units, dtype=torch.bool) if attention_mask is None else attention_mask != 0
-    columns = torch.arange(units.shape[1])
+    columns = torch.arange(units.shape[1], device=units.device)
     if cu_seqlens is None:
         position = columns - first_real(real)[:, None]
     else:
         row = torch.searchsorted(cu_seqlens, columns, right=True) - 1
-        starts = torch.full((cu_seqlens.numel(),), units.shape[1])
+        starts = cu_seqlens.new_full((cu_seqlens.numel(),), units.shape[1], dtype=torch.int64)
         position = columns - starts.scatter_reduce(0, row, torch.where(real[0], columns, units.shape[1]), "amin")[row]
     wrong = real & ((units < 0) | (units > position))
     if bool(wrong.any()):

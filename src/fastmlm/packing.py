@@ -24,8 +24,8 @@ def row_lengths(examples: Sequence[Any]) -> list[int]:
 
 def real_tokens(examples: Sequence[Any], width: int, left: bool) -> Tensor:
     """The attention mask of a padded batch that has none, (B, width) int64: 1 where the rows' tokens stand."""
-    lengths = torch.tensor(row_lengths(examples))[:, None]
-    column = torch.arange(width)
+    lengths = torch.tensor(row_lengths(examples), device="cpu")[:, None]
+    column = torch.arange(width, device="cpu")
     return (column >= width - lengths if left else column < lengths).to(torch.int64)
 
 
@@ -104,7 +104,7 @@ def _per_token(name: str, column: Any, shape: tuple[int, ...], examples: Sequenc
 
 def _take_tokens(column: Any, index: Tensor, missing: int, fill: int) -> Tensor:
     """(B, S, ...) → (1, N, ...): the tokens at flat indices, then as many of padding as are missing."""
-    flat = torch.as_tensor(column).flatten(0, 1)
+    flat = torch.as_tensor(column, device="cpu").flatten(0, 1)
     if len(index) != len(flat):  # else all tokens are real, and nothing moves
         flat = flat.index_select(0, index)
     if missing:

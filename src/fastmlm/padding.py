@@ -1,7 +1,8 @@
 """From a list of rows (Python lists, arrays or tensors) to padded tensors, a column at a time.
 
 ``tokenizer.pad`` turns everything into Python lists and ``torch.tensor`` reads those one object at a time; here lists
-of ints are packed by :mod:`struct` straight into the padded array, and arrays and tensors are copied as blocks.
+of ints go straight into the padded array (by the native module, else by :mod:`struct`), and arrays and tensors are
+copied as blocks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -50,8 +51,14 @@ def pad_rows(
     Raises:
         TypeError, ValueError, OverflowError: naming the column, the row and what was expected.
     """
+    if isinstance(features, Mapping):
+        raise TypeError(f"features: expected a sequence of rows, got one {type(features).__name__}")
     if len(features) == 0:
         raise ValueError("features: expected at least one row, got none")
+    if native and hasattr(features, "padded"):  # a batch in columns (fastmlm.feeding), which knows a shorter way
+        batch = features.padded(tokenizer, pad_to_multiple_of, skip)
+        if batch is not None:
+            return batch
     columns = {name: _without_buffers(column) for name, column in _columns(features).items() if name not in skip}
     lengths = [len(row) if type(row) is list else _length(row, i) for i, row in enumerate(columns["input_ids"])]
     width = max(lengths)
@@ -72,8 +79,8 @@ def pad_rows(
     }
     batch = {name: _column(name, column, layout, fill.get(name, 0)) for name, column in columns.items()}
     if "attention_mask" not in batch and "attention_mask" in tokenizer.model_input_names:
-        column = torch.arange(width)
-        real = torch.tensor(lengths)[:, None]
+        column = torch.arange(width, device="cpu")
+        real = torch.tensor(lengths, device="cpu")[:, None]
         batch["attention_mask"] = (column >= width - real if layout.left else column < real).to(torch.int64)
     return batch
 
@@ -102,7 +109,7 @@ def _columns(features: Sequence[Any]) -> dict[str, Column]:
     """The rows turned into columns, by the keys of the first row."""
     first = features[0]
     if not isinstance(first, Mapping):
-        return {"input_ids": features}
+        return {"input_ids": list(features)}
     if "input_ids" not in first:
         raise ValueError(f"features: expected rows with input_ids, got keys {list(first)}")
     columns: dict[str, Column] = {}
@@ -168,6 +175,8 @@ def _column(name: str, column: Column, layout: _Layout, fill: int) -> Any:
         if flat is not None:
             return _spread(flat, layout, fill)
     elif not isinstance(first, (bool, int, float, np.generic)):
+        if name in _PER_TOKEN:
+            raise TypeError(f"{name}, row 0: expected one integer a token, got {type(first).__name__}")
         return list(column)
     return _to_tensor(_pad_arrays(name, [_array(name, i, row) for i, row in enumerate(column)], layout, fill))
 

@@ -23,7 +23,7 @@ class Keys:
 
     def __init__(self) -> None:
         # Whether an epoch was told, and which: in shared memory, where workers started earlier see it change.
-        self._told: Tensor = torch.zeros(2, dtype=torch.int64).share_memory_()
+        self._told: Tensor = torch.zeros(2, dtype=torch.int64, device="cpu").share_memory_()
         self._rank = 0  # of the process that made a copy of this object, for workers that start without the group
         self._batches = 0
 
@@ -45,7 +45,7 @@ class Keys:
         if told and seed is not None:
             return fold(seed, epoch), True
         if seed is None:
-            key = int(torch.empty((), dtype=torch.int64).random_())
+            key = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
         else:
             self._batches += 1
             key = fold(seed, self._batches)

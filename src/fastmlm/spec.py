@@ -36,7 +36,8 @@ def probability(name: str, value: object) -> float:
     return p
 
 
-def _integer(name: str, value: object, low: int, high: int) -> int:
+def integer(name: str, value: object, low: int, high: int) -> int:
+    """``int(value)`` if it is an integer (Python's or numpy's) in [low, high), else an error that names it."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
     number = int(value)
@@ -50,7 +51,7 @@ def _ids(name: str, values: Iterable[int], vocab_size: int) -> tuple[int, ...]:
         values = values.tolist()
     if not isinstance(values, Iterable) or isinstance(values, str):
         raise TypeError(f"{name}: expected ids, got {type(values).__name__}")
-    return tuple(_integer(f"{name}[{i}]", value, 0, vocab_size) for i, value in enumerate(values))
+    return tuple(integer(f"{name}[{i}]", value, 0, vocab_size) for i, value in enumerate(values))
 
 
 @dataclass(frozen=True)
@@ -92,9 +93,9 @@ class MaskingSpec:
 
     def __post_init__(self) -> None:
         put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731 - frozen: the one way in
-        put("vocab_size", _integer("vocab_size", self.vocab_size, 1, 1 << 31))
-        put("mask_token_id", _integer("mask_token_id", self.mask_token_id, 0, self.vocab_size))
-        put("ignore_index", _integer("ignore_index", self.ignore_index, -(1 << 31), 1 << 31))
+        put("vocab_size", integer("vocab_size", self.vocab_size, 1, 1 << 31))
+        put("mask_token_id", integer("mask_token_id", self.mask_token_id, 0, self.vocab_size))
+        put("ignore_index", integer("ignore_index", self.ignore_index, -(1 << 31), 1 << 31))
         if not isinstance(self.exclude_original, bool):
             raise TypeError(f"exclude_original: expected a bool, got {type(self.exclude_original).__name__}")
         special = _ids("special_token_ids", self.special_token_ids, self.vocab_size)
@@ -153,11 +154,6 @@ class MaskingSpec:
         """K: how many ids random tokens are drawn from."""
         return self.vocab_size if self.random_token_ids is None else len(self.random_token_ids)
 
-    def random_multiplier(self, count: int) -> int:
-        """M = floor(2^32 · count / (T_random - T_mask)), which turns the rest of a draw into an index below count."""
-        width = self.random_threshold - self.mask_threshold
-        return _TWO32 * count // width if width else 0
-
     def tables(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
         """What kernels look up by id, built once a device.
 
@@ -167,9 +163,9 @@ class MaskingSpec:
         """
         if device in self._tables:
             return self._tables[device]
-        flags = torch.zeros(self.vocab_size, dtype=torch.uint8)
+        flags = torch.zeros(self.vocab_size, dtype=torch.uint8, device="cpu")
         flags[list(self.special_token_ids)] = SPECIAL
-        ids = None if self.random_token_ids is None else torch.tensor(self.random_token_ids)
+        ids = None if self.random_token_ids is None else torch.tensor(self.random_token_ids, device="cpu")
         flags[slice(None) if ids is None else ids] |= RANDOM
         tables = flags.to(device), None if ids is None else ids.to(device)
         if not torch.compiler.is_exporting():  # an export's tensors are fakes, no good to keep

@@ -16,25 +16,38 @@ from fastmlm.spec import SPECIAL
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+STARTS, ENDS = 1, 2  # marks by id: the token starts a word; the token after it does
+
 _CONTINUATION = "##"  # WordPiece marks what continues a word
-_STARTS = ("Ġ", "▁")  # byte-level BPE and SentencePiece mark what starts one
+_SPACES = ("Ġ", "▁")  # byte-level BPE and SentencePiece mark what comes after a space
+_BREAKS = frozenset("Ċĉč")  # byte-level BPE's line breaks and tabs, which part words as spaces do
 
 
-def starts_by_id(tokenizer: "PreTrainedTokenizerBase") -> Tensor:
-    """Whether each id of the vocabulary starts a word: (largest id + 1,) bool.
+def marks_by_id(tokenizer: "PreTrainedTokenizerBase") -> Tensor:
+    """What each id of the vocabulary says of words: (largest id + 1,) uint8 of :data:`STARTS` and :data:`ENDS`.
 
-    Read off the vocabulary: "##" continues a word (WordPiece), "Ġ" or "▁" starts one (byte-level BPE, SentencePiece).
-    Where no token bears a mark (amino acids, bases, characters), every token is a word.
+    WordPiece: "##" continues a word, all else starts one. Byte-level BPE, SentencePiece: "Ġ" or "▁" starts a word, as
+    do line breaks and what follows them; punctuation stays with the word it adjoins. Where no token bears a mark
+    (amino acids, bases, characters), every token is a word. A ``word_ids`` column knows better: the tokenizer's own
+    words, or a segmenter's where a script has no spaces.
     """
     vocabulary = tokenizer.get_vocab()
-    starts = torch.ones(max(vocabulary.values()) + 1, dtype=torch.bool)
+    marks = torch.full((max(vocabulary.values()) + 1,), STARTS, dtype=torch.uint8, device="cpu")
     continued = [i for token, i in vocabulary.items() if token.startswith(_CONTINUATION) and len(token) > 2]
-    started = [i for token, i in vocabulary.items() if token.startswith(_STARTS)]
-    if len(continued) >= len(started):
-        starts[continued] = False
-    else:
-        starts[:] = False
-        starts[started] = True
+    if len(continued) >= sum(token.startswith(_SPACES) and len(token) > 1 for token in vocabulary):
+        marks[continued] = 0
+        return marks
+    for token, i in vocabulary.items():
+        text = token.lstrip("".join(_SPACES))
+        starts = token.startswith(_SPACES) or text[:1] in _BREAKS
+        marks[i] = starts * STARTS + (text[-1:] in {*_BREAKS, "Ġ"}) * ENDS
+    return marks
+
+
+def starts_from_marks(marks: Tensor) -> Tensor:
+    """Marks of tokens, (B, S) uint8: a word starts at a token that says so, and after one that ends a word."""
+    starts = (marks & STARTS) != 0
+    starts[:, 1:] |= (marks[:, :-1] & ENDS) != 0
     return starts
 
 
@@ -47,37 +60,37 @@ def starts_from_word_ids(word_ids: Tensor) -> Tensor:
 
 def starts_from_offsets(offsets: Tensor) -> Tensor:
     """``offset_mapping``, (B, S, 2) character spans: a word starts where text was skipped, such as a space."""
-    starts = torch.ones(offsets.shape[:2], dtype=torch.bool)
+    starts = torch.ones(offsets.shape[:2], dtype=torch.bool, device=offsets.device)
     starts[:, 1:] = offsets[:, 1:, 0] != offsets[:, :-1, 1]
     return starts
 
 
 def units_by_id(
     input_ids: Tensor,
-    starts_by_id: Tensor,
+    marks: Tensor,
     flags: Tensor,
     special_tokens_mask: Tensor | None,
     attention_mask: Tensor | None,
     impl: str | None = None,
 ) -> Tensor:
-    """:func:`units` by the vocabulary alone: ``units(starts_by_id[input_ids], special, attention_mask)``.
+    """:func:`units` by the vocabulary alone: ``units(marks[input_ids], special, attention_mask)``.
 
     Args:
         input_ids: (B, S) int64 or int32; ids outside the tables are taken for the nearest inside.
-        starts_by_id: (V,) bool, of :func:`starts_by_id`.
+        marks: (V,) uint8, of :func:`marks_by_id`.
         flags: (V,) uint8, of ``MaskingSpec.tables``.
         special_tokens_mask, attention_mask: (B, S) integers or bool, or None.
         impl: as in :func:`fastmlm.mask_tokens`; both give the same.
     """
     masks = [None if mask is None else mask.contiguous() for mask in (attention_mask, special_tokens_mask)]
     if resolve(impl, input_ids.device) == "cpp" and input_ids.dtype in (torch.int64, torch.int32):
-        return kernel("cpp", "masking.word_units")(input_ids.contiguous(), flags, starts_by_id, *masks)  # type: ignore[no-any-return]
+        return kernel("cpp", "masking.word_units")(input_ids.contiguous(), flags, marks, *masks)  # type: ignore[no-any-return]
     inside = input_ids.clamp(0, len(flags) - 1)
     special = (flags[inside] & SPECIAL) != 0
     for mask, value in ((special_tokens_mask, False), (attention_mask, True)):
         if mask is not None:
             special |= (mask == 0) == value
-    return units(starts_by_id[inside], special, attention_mask)
+    return units(starts_from_marks(marks[inside]), special, attention_mask)
 
 
 def units(starts: Tensor, special: Tensor, attention_mask: Tensor | None) -> Tensor:
