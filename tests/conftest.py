@@ -14,6 +14,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not s
 import pydoc_data.topics
 from typing import Any
 
+import datasets
 import pytest
 import transformers
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -158,3 +159,22 @@ def make_rows(sentences):
         return [dict(tokenizer(text, truncation=True, max_length=max_length, **kwargs)) for text in texts]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory, sentences, wordpiece_core):
+    """File of a dataset as ``map`` leaves it, in chunks of 7 rows; texts are kept."""
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=wordpiece_core)
+    path = tmp_path_factory.mktemp("rows") / "rows.arrow"
+    dataset = datasets.Dataset.from_dict({"text": [text for text in sentences[:60] if text]})
+    encode = lambda batch: tokenizer(batch["text"], return_token_type_ids=True, return_special_tokens_mask=True)  # noqa: E731
+    dataset.map(encode, batched=True, batch_size=7, writer_batch_size=7, cache_file_name=str(path))
+    return path
+
+
+@pytest.fixture
+def mapped(saved):
+    dataset = datasets.Dataset.from_file(str(saved))
+    assert len(dataset.cache_files) == 1, "memory-mapped"
+    assert dataset.data.column("input_ids").num_chunks > 5
+    return dataset

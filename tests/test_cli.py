@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 pytest.importorskip("transformers")
 pytest.importorskip("rich")
@@ -356,3 +357,18 @@ def test_rows_are_framed_chunks_of_single_documents() -> None:
     assert [len(row) for row in rows] == [12, 11, 11]
     assert all(row[0] == tokenizer.cls_token_id and row[-1] == tokenizer.sep_token_id for row in rows)
     assert tokenizer.decode(rows[2], skip_special_tokens=True) == documents[1]
+
+
+def test_lengths_beyond_the_positions_of_a_model(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """RoBERTa numbers positions from its padding id on, and has fewer than its config says."""
+    config = transformers.RobertaConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, max_position_embeddings=64
+    )
+    config.save_pretrained(tmp_path / "model")
+    out = tmp_path / "out"
+    code = main(["pretrain", str(text), "--model", str(tmp_path / "model"), "--length", "64", "--output-dir", str(out)])
+    assert code == 2
+    assert "argument --length: expected no more positions than the model has, got 64" in capsys.readouterr().err
+    assert not out.exists()

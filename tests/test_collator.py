@@ -79,6 +79,26 @@ def test_an_override_that_calls_super(wordpiece, make_rows):
     )
 
 
+class AddsNothing(DataCollatorForMaskedLM):
+    """Hugging Face's arguments, handed on."""
+
+    def torch_mask_tokens(self, inputs, special_tokens_mask=None, offset_mapping=None):
+        return super().torch_mask_tokens(inputs, special_tokens_mask, offset_mapping)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_an_override_that_adds_nothing_changes_nothing(wordpiece, make_rows, side):
+    """Row keys and positions go by the attention mask, of which such an override knows nothing."""
+    wordpiece.padding_side = side
+    rows = make_rows(wordpiece, 5)
+    batches = []
+    for kind in (DataCollatorForMaskedLM, AddsNothing):
+        collator = kind(wordpiece, seed=1, mlm_probability=0.5)
+        collator.set_epoch(0)
+        batches.append(collator(rows))
+    assert equal(*batches)
+
+
 def test_direct_calls_leave_their_inputs_alone(wordpiece):
     collator = DataCollatorForMaskedLM(wordpiece, mlm_probability=1, mask_replace_prob=1, random_replace_prob=0)
     ids = torch.tensor([[2, 50, 60, 3], [2, 70, 3, 0]])

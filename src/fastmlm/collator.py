@@ -3,6 +3,7 @@
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache
 from inspect import signature
@@ -24,6 +25,8 @@ from fastmlm.spec import SPECIAL, MaskingSpec, integer
 from fastmlm.strategies import words
 
 _CPU = torch.device("cpu")
+# The attention mask of the batch being collated, for masks that go through an override which does not know of it.
+_attention: ContextVar[Tensor | None] = ContextVar("fastmlm_attention_mask", default=None)
 _MANY_SPECIALS = 0.05  # share of the vocabulary from which random words are too often special tokens
 
 
@@ -185,6 +188,9 @@ class DataCollatorForMaskedLM(DataCollatorForLanguageModeling):
         """Mask a padded batch, (B, S) each: the new input_ids and the labels. ``inputs`` are not changed."""
         if self.rng == "torch":
             return self._torch_rng_mask_tokens(inputs, special_tokens_mask, offset_mapping)
+        running = _attention.get()
+        if attention_mask is None and running is not None and running.shape == inputs.shape:
+            attention_mask = running
         key, by_content = self._keys.next(self._checked_seed())
         units = None
         if self.whole_word_mask:
@@ -253,13 +259,16 @@ class DataCollatorForMaskedLM(DataCollatorForLanguageModeling):
             extra = {"attention_mask": convert(attention)}
             if self.whole_word_mask:
                 extra["word_ids"] = batch.pop("word_ids", None)
-            # A subclass may override the mask functions with Hugging Face's arguments only.
-            batch["input_ids"], batch["labels"] = mask(
-                batch["input_ids"],
-                special_tokens_mask=special,
-                offset_mapping=offsets,
-                **(extra if _takes_extra(getattr(mask, "__func__", mask)) else {}),
-            )
+            # A subclass may override the mask functions with Hugging Face's arguments only, and call ours from there.
+            if not _takes_extra(getattr(mask, "__func__", mask)):
+                extra = {}
+            running = _attention.set(attention)
+            try:
+                batch["input_ids"], batch["labels"] = mask(
+                    batch["input_ids"], special_tokens_mask=special, offset_mapping=offsets, **extra
+                )
+            finally:
+                _attention.reset(running)
         else:
             ids, pad = batch["input_ids"], self.tokenizer.pad_token_id
             batch["labels"] = where(ids == (-1 if pad is None else pad), -100, ids)
@@ -303,6 +312,7 @@ class DataCollatorForMaskedLM(DataCollatorForLanguageModeling):
             special |= attention_mask == 0
         if word_ids is not None:
             return words.units(words.starts_from_word_ids(word_ids), special, attention_mask)
+        assert offset_mapping is not None
         starts = words.starts_from_offsets(offset_mapping)
         # Offsets may include the space before a word, and punctuation has none: marks, if there are any, know more.
         if bool((self._word_marks != words.STARTS).any()):

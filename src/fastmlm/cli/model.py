@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from fastmlm import densify, sparsify
 from fastmlm.cli.errors import CliError
 
@@ -42,7 +44,12 @@ def build_model(name: str, tokenizer: "PreTrainedTokenizerBase", length: int, se
     else:
         model = AutoModelForMaskedLM.from_pretrained(directory, config=config, local_files_only=True)
     try:
-        return densify(sparsify(model))
+        with torch.no_grad():  # what a config says of its positions, RoBERTa's for one, is not what it takes
+            model.eval()(torch.full((1, length), vocab_size - 1))
+    except IndexError as error:
+        raise CliError(f"argument --length: expected no more positions than the model has, got {length}") from error
+    try:
+        return densify(sparsify(model.train()))
     except (TypeError, ValueError) as error:
         raise CliError(f"argument --model: expected a model that can be made sparse, got: {error}") from error
 

@@ -84,7 +84,7 @@ def units_by_id(
     """
     masks = [None if mask is None else mask.contiguous() for mask in (attention_mask, special_tokens_mask)]
     if resolve(impl, input_ids.device) == "cpp" and input_ids.dtype in (torch.int64, torch.int32):
-        return kernel("cpp", "masking.word_units")(input_ids.contiguous(), flags, marks, *masks)  # type: ignore[no-any-return]
+        return kernel("cpp", "masking.word_units")(input_ids.contiguous(), flags, marks, *masks)
     inside = input_ids.clamp(0, len(flags) - 1)
     special = (flags[inside] & SPECIAL) != 0
     for mask, value in ((special_tokens_mask, False), (attention_mask, True)):
