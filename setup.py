@@ -26,5 +26,6 @@ setup(
     packages=[*find_packages("src"), "fastmlm.kernels.gpu", "fastmlm.kernels.cpu"],
     package_dir={"": "src", "fastmlm.kernels.gpu": "kernels/gpu", "fastmlm.kernels.cpu": "kernels/cpu"},
     package_data={"fastmlm": ["py.typed"], "fastmlm.kernels.cpu": ["*.pyi"]},
+    include_package_data=False,  # or the C++ sources, which the sdist must have, would be installed too
     ext_modules=[native],
 )

@@ -46,7 +46,7 @@ def build_model(name: str, tokenizer: "PreTrainedTokenizerBase", length: int, se
     try:
         with torch.no_grad():  # what a config says of its positions, RoBERTa's for one, is not what it takes
             model.eval()(torch.full((1, length), vocab_size - 1))
-    except IndexError as error:
+    except (IndexError, RuntimeError) as error:
         raise CliError(f"argument --length: expected no more positions than the model has, got {length}") from error
     try:
         return densify(sparsify(model.train()))
