@@ -83,7 +83,7 @@ def mask_tokens(
     if impl is None and ids.device.type == "cuda" and (units is not None or cu_seqlens is not None):
         impl = "reference"
     if _readable(ids):
-        _check_values(ids, attention_mask, units, cu_seqlens)
+        _check_values(ids, attention_mask, units, cu_seqlens, impl)
     if ids.numel() == 0:
         return MaskedTokens(ids.reshape(input_ids.shape).clone(), ids.reshape(input_ids.shape).clone())
     flags, random_ids = spec.tables(ids.device)
@@ -227,12 +227,12 @@ def _check_values(ids: Tensor, attention_mask: Tensor | None, units: Tensor | No
         if ends != (0, ids.shape[1]) or bool((cu_seqlens[1:] < cu_seqlens[:-1]).any()):
             raise ValueError(f"cu_seqlens: expected to rise from 0 to {ids.shape[1]}, got {_preview(cu_seqlens)}")
     if units is not None and units.numel():
-        _check_units(units, attention_mask, cu_seqlens)
+        _check_units(units, attention_mask, cu_seqlens, impl)
 
 
-def _check_units(units: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
+def _check_units(units: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None, impl: str | None) -> None:
     """No unit of a real token starts after the token itself, or before the row."""
-    native = cu_seqlens is None and units.dtype == torch.int64 and resolve(None, units.device) == "cpp"
+    native = cu_seqlens is None and units.dtype == torch.int64 and resolve(impl, units.device) == "cpp"
     if native and kernel("cpp", "masking.units_fit")(units, attention_mask):
         return  # in a tenth of the time of what follows, which also finds what is wrong
     real = torch.ones_like(units, dtype=torch.bool) if attention_mask is None else attention_mask != 0
