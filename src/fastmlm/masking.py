@@ -220,7 +220,9 @@ def _check_probability(
     return 0, (limits.expand(rows, 1) if p.dim() == 0 else limits).contiguous()
 
 
-def _check_values(ids: Tensor, attention_mask: Tensor | None, units: Tensor | None, cu_seqlens: Tensor | None) -> None:
+def _check_values(
+    ids: Tensor, attention_mask: Tensor | None, units: Tensor | None, cu_seqlens: Tensor | None, impl: str | None
+) -> None:
     """What the native kernel must be able to trust; it looks at the ids themselves as it reads them."""
     if cu_seqlens is not None:
         ends = (int(cu_seqlens[0]), int(cu_seqlens[-1]))
