@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import guards
 import native_fuzz
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ def test_guards_see_what_is_written_outside() -> None:
         keys, weights = np.zeros(1, np.uint64), np.zeros(1, np.uint64)
         with (
             pytest.raises(AssertionError, match=message),
-            native_fuzz.buffers({"weights": weights}, {"keys": keys}) as at,
+            guards.buffers({"weights": weights}, {"keys": keys}) as at,
         ):
             _native.row_keys(0, 8, 0, 1, at["weights"], 1, 0, at["keys"] + shift)
 
