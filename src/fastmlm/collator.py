@@ -19,7 +19,7 @@ from transformers.trainer_utils import has_length
 from fastmlm import hf_random, packing as _packing
 from fastmlm.dispatch import resolve
 from fastmlm.masking import mask_tokens, row_keys
-from fastmlm.padding import pad_rows
+from fastmlm.padding import pad_rows, real_tokens
 from fastmlm.seeding import Keys
 from fastmlm.spec import SPECIAL, MaskingSpec, integer
 from fastmlm.strategies import words
@@ -252,7 +252,8 @@ class DataCollatorForMaskedLM(DataCollatorForLanguageModeling):
         attention = padded.get("attention_mask")
         if attention is None:
             left = self.tokenizer.padding_side == "left"
-            attention = _packing.real_tokens(examples, padded["input_ids"].shape[1], left)
+            lengths = torch.tensor(_packing.row_lengths(examples), device="cpu")
+            attention = real_tokens(lengths, padded["input_ids"].shape[1], left)
         batch = {name: convert(column) if isinstance(column, Tensor) else column for name, column in padded.items()}
         special, offsets = batch.pop("special_tokens_mask", None), batch.pop("offset_mapping", None)
         if self.mlm:

@@ -18,6 +18,7 @@ from datasets import Dataset, DatasetDict
 from torch import Tensor
 
 from fastmlm.dispatch import kernel
+from fastmlm.padding import fill_values, padded_width, real_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -137,17 +138,10 @@ class ArrowBatch(Sequence[dict[str, Any]]):
         if lengths is None:
             return None
         shortest, width = (int(n) for n in lengths.aminmax())
-        if pad_to_multiple_of is not None:
-            width = -(-width // pad_to_multiple_of) * pad_to_multiple_of
+        width = padded_width(width, pad_to_multiple_of)
         if tokenizer.pad_token_id is None and shortest != width:
             return None
-        fill = {
-            "input_ids": tokenizer.pad_token_id or 0,
-            "token_type_ids": tokenizer.pad_token_type_id,
-            "special_tokens_mask": 1,
-            "labels": -100,
-            "word_ids": -1,
-        }
+        fill = fill_values(tokenizer)
         left = tokenizer.padding_side == "left"
         pad = kernel("cpp", "lists.pad")
         batch: dict[str, Tensor] = {}
@@ -157,8 +151,7 @@ class ArrowBatch(Sequence[dict[str, Any]]):
                 return None
             batch[name] = column
         if "attention_mask" not in batch and "attention_mask" in tokenizer.model_input_names:
-            real, position = lengths[:, None], torch.arange(width, device="cpu")
-            batch["attention_mask"] = (position >= width - real if left else position < real).to(torch.int64)
+            batch["attention_mask"] = real_tokens(lengths, width, left)
         return batch
 
 

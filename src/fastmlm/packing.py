@@ -22,13 +22,6 @@ def row_lengths(examples: Sequence[Any]) -> list[int]:
     return [len(row["input_ids"] if isinstance(row, Mapping) else row) for row in examples]
 
 
-def real_tokens(examples: Sequence[Any], width: int, left: bool) -> Tensor:
-    """The attention mask of a padded batch that has none, (B, width) int64: 1 where the rows' tokens stand."""
-    lengths = torch.tensor(row_lengths(examples), device="cpu")[:, None]
-    column = torch.arange(width, device="cpu")
-    return (column >= width - lengths if left else column < lengths).to(torch.int64)
-
-
 def flatten(
     batch: Mapping[str, Any],
     examples: Sequence[Any],

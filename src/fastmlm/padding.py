@@ -61,28 +61,41 @@ def pad_rows(
             return batch
     columns = {name: _without_buffers(column) for name, column in _columns(features).items() if name not in skip}
     lengths = [len(row) if type(row) is list else _length(row, i) for i, row in enumerate(columns["input_ids"])]
-    width = max(lengths)
-    if pad_to_multiple_of is not None:
-        width = -(-width // pad_to_multiple_of) * pad_to_multiple_of
+    width = padded_width(max(lengths), pad_to_multiple_of)
     if tokenizer.pad_token_id is None and any(n != width for n in lengths):
         raise ValueError(
             f"features: expected rows of one length, since {type(tokenizer).__name__} has no pad token to fill them up "
             f"with, got lengths from {min(lengths)} to {width}; set tokenizer.pad_token"
         )
     layout = _Layout(lengths, width, tokenizer.padding_side == "left", native)
-    fill = {
+    fill = fill_values(tokenizer)
+    batch = {name: _column(name, column, layout, fill.get(name, 0)) for name, column in columns.items()}
+    if "attention_mask" not in batch and "attention_mask" in tokenizer.model_input_names:
+        batch["attention_mask"] = real_tokens(torch.tensor(lengths, device="cpu"), width, layout.left)
+    return batch
+
+
+def padded_width(longest: int, multiple: int | None) -> int:
+    """The width of a batch whose longest row has so many tokens."""
+    return longest if multiple is None else -(-longest // multiple) * multiple
+
+
+def fill_values(tokenizer: "PreTrainedTokenizerBase") -> dict[str, int]:
+    """What columns are filled up with; with 0 where they are not named."""
+    return {
         "input_ids": tokenizer.pad_token_id or 0,
         "token_type_ids": tokenizer.pad_token_type_id,
         "special_tokens_mask": 1,
         "labels": -100,
         "word_ids": -1,
     }
-    batch = {name: _column(name, column, layout, fill.get(name, 0)) for name, column in columns.items()}
-    if "attention_mask" not in batch and "attention_mask" in tokenizer.model_input_names:
-        column = torch.arange(width, device="cpu")
-        real = torch.tensor(lengths, device="cpu")[:, None]
-        batch["attention_mask"] = (column >= width - real if layout.left else column < real).to(torch.int64)
-    return batch
+
+
+def real_tokens(lengths: Tensor, width: int, left: bool) -> Tensor:
+    """The attention mask of rows of these lengths, (B,): (B, width) int64."""
+    column = torch.arange(width, device="cpu")
+    real = lengths[:, None]
+    return (column >= width - real if left else column < real).to(torch.int64)
 
 
 @dataclass
