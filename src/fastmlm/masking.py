@@ -83,7 +83,7 @@ def mask_tokens(
     if impl is None and ids.device.type == "cuda" and (units is not None or cu_seqlens is not None):
         impl = "reference"
     if _readable(ids):
-        _check_values(ids, attention_mask, units, cu_seqlens, impl)
+        _check_values(ids, spec, attention_mask, units, cu_seqlens, impl)
     if ids.numel() == 0:
         return MaskedTokens(ids.reshape(input_ids.shape).clone(), ids.reshape(input_ids.shape).clone())
     flags, random_ids = spec.tables(ids.device)
@@ -221,9 +221,16 @@ def _check_probability(
 
 
 def _check_values(
-    ids: Tensor, attention_mask: Tensor | None, units: Tensor | None, cu_seqlens: Tensor | None, impl: str | None
+    ids: Tensor,
+    spec: MaskingSpec,
+    attention_mask: Tensor | None,
+    units: Tensor | None,
+    cu_seqlens: Tensor | None,
+    impl: str | None,
 ) -> None:
-    """What the native kernel must be able to trust; it looks at the ids themselves as it reads them."""
+    if ids.numel() and resolve(impl, ids.device) != "cpp":  # the native kernel checks ids as it reads them
+        lowest, highest = ids.aminmax()
+        _spec.check_ids(int(lowest), int(highest), spec.vocab_size)
     if cu_seqlens is not None:
         ends = (int(cu_seqlens[0]), int(cu_seqlens[-1]))
         if ends != (0, ids.shape[1]) or bool((cu_seqlens[1:] < cu_seqlens[:-1]).any()):
