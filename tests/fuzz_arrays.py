@@ -100,20 +100,26 @@ def check_mask_tokens(case: dict[str, Any]) -> None:
     }
     to_mask, to_random = (round(share * (1 << 32)) for share in case["split"])
     results = []
-    for isa in ISAS:
+    fits = bool(((ids >= 0) & (ids < vocab_size)).all())
+    for isa, in_place in itertools.product(ISAS, (False, True)):
         _native.select_isa(isa)
-        output, labels = np.full(size, 0x5A5A5A5A, dtype), np.full(size, 0x5A5A5A5A, dtype)
+        output = ids.copy() if in_place else np.full(size, 0x5A5A5A5A, dtype)
+        labels = np.full(size, 0x5A5A5A5A, dtype)
         with buffers(inputs, {"output": output, "labels": labels}) as at:
+            from_ids = at["output" if in_place else "ids"]
             found = _native.mask_tokens(
-                *(at["ids"], at["output"], at["labels"], case["id_size"], rows, length, length, at["offsets"]),
+                *(from_ids, at["output"], at["labels"], case["id_size"], rows, length, at["offsets"]),
                 *(case["key"], at["row_keys"], at["attention_mask"], itemsize(real)),
                 *(at["special_tokens_mask"], itemsize(special), at["units"]),
                 *(at["thresholds"], case["rate"] == "token", at["flags"], vocab_size, at["random_ids"]),
                 *(vocab_size if table is None else len(table), case["threshold"], to_mask, to_random, 0, ignore_index),
                 case["exclude_original"],
             )
-        results.append((output, labels))
-        assert not size or found == (ids.min(), ids.max())
+        assert found == fits
+        if in_place and not fits:
+            assert (output == ids).all(), "masked in place although an id is out of range"
+        else:
+            results.append((output, labels))
     _native.select_isa(None)
 
     output, labels = results[0]

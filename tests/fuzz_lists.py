@@ -1,5 +1,6 @@
 """Lists of anything for the native module to read, and what must come out."""
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -84,8 +85,20 @@ OTHERS = st.sampled_from(
 )
 ARRAYS = st.sampled_from([np.int64(7), np.uint64(1 << 63), np.bool_(True), np.float64(1), np.array(3), np.array([3])])
 INDICES = st.tuples(st.just("index"), st.sampled_from(["", "", "raise", *ACTIONS]), INTS | st.just("no int"))
-ROWS = st.lists(INTS, max_size=40) | st.lists(INTS | INTS | INTS | OTHERS | ARRAYS | INDICES, max_size=6)
-KINDS = st.sampled_from([list] * 6 + [tuple, tuple, ListOf, TupleOf, None, str, dict, range, np.array, iter, set])
+RUNS = st.lists(st.tuples(INTS, st.sampled_from([1, 2, 15, 16, 17, 33, 48])), max_size=4).map(
+    lambda runs: [value for value, count in runs for _ in range(count)]
+)
+ROWS = RUNS | st.lists(INTS, max_size=40) | st.lists(INTS | INTS | INTS | OTHERS | ARRAYS | INDICES, max_size=6)
+BUFFERS = st.builds(
+    "{} {}{}".format,
+    st.sampled_from(
+        ["plain"] * 3
+        + ["strided", "backwards", "unaligned", "readonly", "view", "bytes", "square", "scalar", "without-dimensions"]
+    ),
+    st.sampled_from("<<<>"),
+    st.sampled_from(["i1", "u1", "i2", "u2", "i4", "u4", "i8", "i8", "u8", "f4", "f8", "?", "c8", "M8[s]", "S3", "U2"]),
+)
+KINDS = st.sampled_from([list] * 6 + [tuple, tuple, ListOf, TupleOf, None, dict, range, iter, set]) | BUFFERS
 
 
 @st.composite
@@ -106,24 +119,62 @@ def pack_cases(draw: st.DrawFn) -> dict[str, Any]:
 def as_kind(row: list[Any], kind: Any) -> Any:
     if kind in (list, tuple, ListOf, TupleOf):
         return kind(row)
-    if kind is np.array:
-        return np.arange(len(row))
+    if isinstance(kind, str):
+        return as_buffer(len(row), kind)
     if kind is range:
         return range(len(row))
-    return {None: None, str: "12", dict: {1: 2}, set: {1, 2}, iter: iter(row)}[kind]
+    return {None: None, dict: {1: 2}, set: {1, 2}, iter: iter(row)}[kind]
+
+
+def as_buffer(n: int, kind: str) -> Any:
+    """An object with the buffer protocol: numbers from -3 up of a dtype, stored in one of several ways."""
+    how, _, dtype = kind.partition(" ")
+    values = np.arange(-3, n - 3).astype(dtype)
+    if how == "strided":
+        return np.repeat(values, 3)[::3]
+    if how == "backwards":
+        return values[::-1]
+    if how == "unaligned":
+        return np.frombuffer(b"x" + values.tobytes(), dtype=dtype, offset=1, count=n)
+    if how == "readonly":
+        values.flags.writeable = False
+    if how == "view" and dtype[1:] not in ("M8[s]", "U2"):  # numpy has no buffers of these
+        return memoryview(values)
+    if how == "bytes":
+        return values.tobytes()
+    if how == "square":
+        return values[:, None]
+    if how == "scalar":
+        return values.dtype.type()
+    if how == "without-dimensions":
+        return np.zeros((), dtype)
+    return values
+
+
+def buffer_values(row: Any) -> list[int] | None:
+    """The integers of a row with the buffer protocol; None where it offers something else."""
+    try:
+        view = memoryview(row)
+    except (TypeError, ValueError):
+        return None
+    swapped = view.format[:1] == (">" if sys.byteorder == "little" else "<")
+    if view.ndim != 1 or swapped or view.format[-1] not in "bBhHiIlLqQ":
+        return None
+    return np.asarray(view).tolist()
 
 
 def first_bad(column: list[Any], lengths: list[int], width: int) -> tuple[int, int] | None:
     """What pack_rows must say where no item has code of its own."""
     for r, (row, n) in enumerate(zip(column, lengths, strict=True)):
-        if not isinstance(row, (list, tuple)) or len(row) != n or n > width:
+        values = row if isinstance(row, (list, tuple)) else buffer_values(row)
+        if values is None or len(values) != n or n > width:
             return r, -1
-        for position, value in enumerate(row):
+        for position, value in enumerate(values):
             try:
                 fits = INT64[0] <= value.__index__() <= INT64[1]
             except (AttributeError, TypeError):  # arrays have the method, and raise unless they hold one integer
                 fits = False
-            if isinstance(value, type) or not fits:
+            if isinstance(value, (type, bool)) or not fits:
                 return r, position
     return None
 
@@ -137,10 +188,9 @@ def check_pack_rows(case: dict[str, Any]) -> None:
     expected = None if sly or raising else first_bad(column, lengths, width)
     count, before = len(column), [] if sly else list(column)  # what is held here is not dropped there
     out = np.full(len(column) * width, 77, np.int64)
-    counts = np.array(lengths, np.int64)
-    with buffers({"lengths": counts}, {"out": out}) as at:
+    with buffers({}, {"out": out}) as at:
         try:
-            bad = _native.pack_rows(column, at["out"], at["lengths"], width, left, fill)
+            bad = _native.pack_rows(column, at["out"], lengths, width, left, fill)
         except (ZeroDivisionError, TypeError):  # of __index__: what it raised, or what it returned was no int
             assert sly or raising
             return
@@ -151,6 +201,7 @@ def check_pack_rows(case: dict[str, Any]) -> None:
     assert all(a is b for a, b in zip(column, before, strict=True))
     if bad is None:
         for row, got in zip(column, out.reshape(len(column), width).tolist(), strict=True):
-            padding = [fill] * (width - len(row))
-            values = [x.__index__() for x in row]
+            values = row if isinstance(row, (list, tuple)) else buffer_values(row)
+            padding = [fill] * (width - len(values))
+            values = [x.__index__() for x in values]
             assert got == (padding + values if left else values + padding)

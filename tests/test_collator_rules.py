@@ -101,10 +101,12 @@ def test_id_zero_is_an_ordinary_label(wordpiece):
 @pytest.mark.parametrize(
     "kwargs", [{}, {"mlm": False}, {"whole_word_mask": True}, {"rng": "torch"}, {"return_tensors": "np"}]
 )
-def test_rows_are_never_changed(wordpiece, make_rows, kind, kwargs):
+@pytest.mark.parametrize("count", [1, None])
+def test_rows_are_never_changed(wordpiece, make_rows, kind, kwargs, count):
     convert = {"arrays": np.array, "tensors": torch.tensor}.get(kind, list)
     arguments = {"return_special_tokens_mask": True, "return_offsets_mapping": "whole_word_mask" in kwargs}
     rows = [{k: convert(v) for k, v in row.items()} | {"id": "x", "n": 3} for row in make_rows(wordpiece, **arguments)]
+    rows = rows[:count]
     if kind == "BatchEncoding":
         rows = [BatchEncoding(row) for row in rows]
     if kind == "bare":

@@ -104,6 +104,10 @@ def arguments(kind: str, seed: int = 5) -> dict[str, Any]:
     return call
 
 
+def outputs(ids: Tensor) -> dict[str, Tensor]:
+    return {"output_ids": torch.empty_like(ids), "labels": torch.empty_like(ids)}
+
+
 KINDS = ["plain", "rows", "token", "units", "packed", "units token", "units packed"]
 
 
@@ -112,7 +116,9 @@ KINDS = ["plain", "rows", "token", "units", "packed", "units token", "units pack
 )
 def test_opcheck(kind: str, impl: str) -> None:
     """Schema (nothing written, nothing aliased), fake implementation, dynamic shapes under AOTAutograd."""
-    torch.library.opcheck(torch.ops.fastmlm.mask_tokens.default, (*arguments(kind).values(), impl))
+    given = (*arguments(kind).values(), impl)
+    torch.library.opcheck(torch.ops.fastmlm.mask_tokens.default, given)
+    torch.library.opcheck(torch.ops.fastmlm.mask_tokens.out, given, outputs(given[0]))
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
@@ -144,6 +150,26 @@ def test_compile_with_a_changing_seed(backend: str, impl: str | None) -> None:
     for seed in (7, 0, 1, 2, 2**31, 2**32 + 1, 2**62, 2**63 - 1):
         assert torch.equal(compiled(IDS, seed), step(IDS, seed))
     assert counter.frame_count <= 3  # 7, any, and perhaps 0 or 1, which dynamo likes to see as constants
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_compile_with_out(backend: str, in_place: bool) -> None:
+    torch._dynamo.reset()
+    SPEC.tables(CPU)
+
+    def step(ids: Tensor, output: Tensor, labels: Tensor) -> Tensor:
+        mask_tokens(ids, SPEC, seed=7, out=(ids if in_place else output, labels))
+        return labels + 1
+
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
+    expected = [IDS.clone(), torch.empty_like(IDS), torch.empty_like(IDS)]
+    got = [IDS.clone(), torch.empty_like(IDS), torch.empty_like(IDS)]
+    assert torch.equal(compiled(*got), step(*expected))
+    assert torch.equal(got[0], expected[0])
+    assert torch.equal(got[2], expected[2])
+    assert in_place or torch.equal(got[1], expected[1])
+    assert in_place != torch.equal(got[0], IDS)
 
 
 def test_compile_with_a_seed_on_the_device_and_lengths_that_change() -> None:
@@ -233,6 +259,7 @@ def test_no_sync_sees_a_sync() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_reference_never_waits(kind: str) -> None:
     call = arguments(kind)
+    call |= outputs(call["input_ids"])
     with NoSync():
         reference.mask_tokens(**call)
     # Fake tensors have no values at all: what reads one, be it by tolist() or numpy(), raises.
@@ -251,7 +278,7 @@ def test_triton_launcher_never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in ("plain", "rows", "token"):
         call = arguments(kind)
         with NoSync():
-            kernel.mask_tokens(**call)
+            kernel.mask_tokens(**call, **outputs(call["input_ids"]))
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -159,10 +159,59 @@ def test_triton_is_the_law_at_length(case: tuple[dict[str, Any], tuple[list[int]
     agrees(*case, "triton")
 
 
+# ---- Writing to given tensors ----
+
+
+@pytest.mark.parametrize("impl", available_impls())
+@pytest.mark.parametrize("padding", ["none", "left", "right", "holes"])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_out_takes_the_result(impl: str, padding: str, dtype: torch.dtype, in_place: bool) -> None:
+    arguments = batch((5, 131), padding, dtype)
+    ids, spec = arguments["input_ids"], MaskingSpec(3, V, (0, 1, 2), 0.4)
+    expected = mask_tokens(**arguments, spec=spec, seed=7, impl="reference")
+    before = ids.clone()
+    out = (ids if in_place else torch.full_like(ids, 77), torch.full_like(ids, 77))
+    got = mask_tokens(**arguments, spec=spec, seed=7, impl=impl, out=out)
+    assert got.input_ids is out[0]
+    assert got.labels is out[1]
+    assert torch.equal(out[0], expected.input_ids)
+    assert torch.equal(out[1], expected.labels)
+    assert in_place or torch.equal(ids, before)
+
+
+@pytest.mark.parametrize("impl", available_impls())
+def test_out_of_one_row_of_narrow_and_of_strided_ids(impl: str) -> None:
+    spec = MaskingSpec(3, 200, (), 0.4)
+    ids = torch.arange(200, dtype=torch.uint8, device=DEVICE)
+    for kind in (ids, ids.repeat_interleave(2)[::2], ids.view(4, 50).t(), ids[:0]):
+        both = torch.empty(2, *kind.shape, dtype=torch.int64, device=DEVICE)
+        out = (both[0], both[1])
+        expected = mask_tokens(kind, spec, seed=7, impl="reference")
+        mask_tokens(kind, spec, seed=7, impl=impl, out=out)
+        assert torch.equal(out[0], expected.input_ids)
+        assert torch.equal(out[1], expected.labels)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="values are checked on the CPU alone")
+@pytest.mark.parametrize("impl", available_impls())
+@pytest.mark.parametrize("bad", [-1, V, -(1 << 31), (1 << 31) - 1])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_ids_out_of_range_are_left_as_they_were(impl: str, bad: int, dtype: torch.dtype) -> None:
+    ids = batch((5, 131), dtype=dtype)["input_ids"]
+    ids[4, 130] = bad
+    before, spec = ids.clone(), MaskingSpec(3, V, (), 0.4)
+    for out in (None, (ids, torch.empty_like(ids)), (torch.empty_like(ids), torch.empty_like(ids))):
+        with pytest.raises(ValueError, match=rf"input_ids: expected ids in \[0, {V}\), got {bad}"):
+            mask_tokens(ids, spec, seed=7, impl=impl, out=out)
+        assert torch.equal(ids, before)
+
+
 # ---- Bad arguments ----
 
 IDS = torch.tensor([[2, 3, 4], [5, 6, 7]])
 FLAT = torch.arange(6)
+LONG = torch.arange(12) % 10
 # fmt: off
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"input_ids": [[1, 2]]}, TypeError, r"input_ids: expected a tensor of integers, .*got list"),
@@ -212,6 +261,16 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"mlm_probability": torch.rand(3)}, ValueError, r"mlm_probability: .*\(2,\) or .*\(2, 3\), got .*\(3,\)"),
     ({"mlm_probability": torch.ones(2) * 1j}, TypeError, "mlm_probability: expected real numbers.*complex64"),
     ({"impl": "cuda"}, ValueError, "impl: expected None or one of reference, cpp, triton, got 'cuda'"),
+    ({"out": torch.empty(2, 2, 3).long()}, TypeError, "out: expected a tuple of two .*got torch.int64 tensor"),
+    ({"out": (IDS,)}, TypeError, "out: expected a tuple of two .*got tuple"),
+    ({"out": (IDS.clone(), [1])}, TypeError, "out: .*got tuple"),
+    ({"out": (IDS.clone(), IDS.int())}, ValueError, r"out: .*torch.int64 .*shape \(2, 3\) on cpu.*got .*torch.int32"),
+    ({"out": (IDS.flatten(), IDS.flatten())}, ValueError, r"out: .*shape \(2, 3\).*got .*shape \(6,\)"),
+    ({"out": (IDS.clone(), torch.empty(3, 2).long().t())}, ValueError, "out: .*contiguous"),
+    ({"out": (IDS.clone(), IDS)}, ValueError, "out: .*share no memory"),
+    ({"out": (LONG[:6].view(2, 3), LONG[3:9].view(2, 3))}, ValueError, "out: .*share no memory"),
+    ({"input_ids": LONG[:6].view(2, 3), "out": (LONG[3:9].view(2, 3), IDS.clone())}, ValueError, "out: .*share no mem"),
+    ({"input_ids": LONG[::2].view(2, 3), "out": (LONG[:6].view(2, 3), IDS.clone())}, ValueError, "out: .*share no mem"),
     # Column 2 of a row whose first column is padding is position 1.
     ({"attention_mask": IDS > 2, "units": torch.tensor([[0, 0, 2], [0, 1, 2]])}, ValueError, "units: .*position"),
 ]

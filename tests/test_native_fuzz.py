@@ -46,14 +46,14 @@ def leak_cases() -> dict[str, Callable[[], Any]]:
     """Calls that succeed, that find fault and that raise; what they need is made once."""
     n = 100
     ids, out, labels = (np.arange(n) for _ in range(3))
-    flags, weights, lengths = np.zeros(n, np.uint8), np.arange(n, dtype=np.uint64), np.array([3, 3])
+    flags, weights = np.zeros(n, np.uint8), np.arange(n, dtype=np.uint64)
     at = {name: array.ctypes.data for name, array in locals().items() if isinstance(array, np.ndarray)}
-    keep = (ids, out, labels, flags, weights, lengths)
+    keep = (ids, out, labels, flags, weights)
     big, item = 1 << 40, np.int64(3)
     good = [[big, item, True], (5, 1 << 62, -big)]
 
     def pack(column: list[Any]) -> Any:
-        return _native.pack_rows(column, at["out"], at["lengths"], 4, True, 0)
+        return _native.pack_rows(column, at["out"], [3, 3], 4, True, 0)
 
     def raising() -> None:
         with pytest.raises(ZeroDivisionError):
@@ -63,7 +63,7 @@ def leak_cases() -> dict[str, Callable[[], Any]]:
         assert keep
         # Units need scratch memory; the ids serve as units.
         _native.mask_tokens(
-            *(at["ids"], at["out"], at["labels"], 8, 1, n, n, 0, 1, 0, 0, 1, 0, 1, units, 0, False),
+            *(at["ids"], at["out"], at["labels"], 8, 1, n, 0, 1, 0, 0, 1, 0, 1, units, 0, False),
             *(at["flags"], n, 0, n, 1 << 31, 1 << 30, 1 << 31, 4, -100, False),
         )
 
@@ -119,12 +119,12 @@ def test_reference_counts_stay() -> None:
         [row, [raises, 1, 2]],
     ]
     watched = [value, index, raises, row, other, None, True, *columns, *(c[1] for c in columns)]
-    out, lengths = np.zeros(8, np.int64), np.array([3, 3])
+    out, lengths = np.zeros(8, np.int64), [3, 3]
     counts = [sys.getrefcount(x) for x in watched]
     for _ in range(10_000):
         for column in columns:
             try:
-                _native.pack_rows(column, out.ctypes.data, lengths.ctypes.data, 4, False, 0)
+                _native.pack_rows(column, out.ctypes.data, lengths, 4, False, 0)
             except ZeroDivisionError:
                 assert column is columns[-1]
     gc.collect()

@@ -153,7 +153,7 @@ def test_sdist_builds_in_a_clean_environment(sdist: Path, sources: set[str], tmp
         check_wheel(archive.namelist(), sources, native=True)
     kernels = unpacked_wheel(built, tmp_path / "unpacked") / "fastmlm" / "kernels" / "cpu"
     code = (
-        "import _native, sys; print(_native.isas()[-1], 'torch' in sys.modules, _native.pack_rows([], 0, 0, 0, 0, 0))"
+        "import _native, sys; print(_native.isas()[-1], 'torch' in sys.modules, _native.pack_rows([], 0, [], 0, 0, 0))"
     )
     out = succeeds(python("-c", code, cwd=tmp_path, executable=clean, PYTHONPATH=str(kernels)))
     assert out.split() == ["plain", "False", "None"]

@@ -1,6 +1,7 @@
 """Padding against ``tokenizer.pad(..., return_tensors="pt")`` for every kind of row, and its error messages."""
 
 import copy
+import functools
 
 import numpy as np
 import pytest
@@ -8,9 +9,18 @@ import torch
 from hypothesis import given, settings, strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from fastmlm.padding import pad_rows
+from fastmlm import available_impls, padding
 
 INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
+
+
+@pytest.fixture(scope="module", autouse=True, params=[False, True], ids=["python", "native"])
+def _native(request) -> None:
+    """Every test here runs without and with the native module, where there is one."""
+    global pad_rows
+    if request.param and "cpp" not in available_impls():
+        pytest.skip("the native module was not built")
+    pad_rows = functools.partial(padding.pad_rows, native=request.param)
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +185,7 @@ BAD_IDS = {
     "a numpy float": [np.float64(1)],
     "complex": [1j],
     "None inside": [1, None],
+    "a bool": [1, True],
     "nested": [[1, 2]],
     "nested and empty": [[]],
     "two-dimensional": np.ones((1, 2), dtype=np.int64),

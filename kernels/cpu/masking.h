@@ -22,7 +22,7 @@ struct Flags {
 
 struct Batch {
   const void* input_ids;  // int64 or int32, as id_size says; the two outputs likewise
-  void* output_ids;
+  void* output_ids;       // may be input_ids: masked in place
   void* labels;
   int id_size;
   int64_t rows;
@@ -47,14 +47,10 @@ struct Batch {
   bool exclude_original;
 };
 
-// The lowest and the highest id of a batch.
-struct Range {
-  int64_t lowest, highest;
-};
-
-// Masks the batch; scratch holds a draw for each token of the longest row, rounded up to 64, and is used with units and
-// with thresholds of single tokens.
-using MaskTokens = Range (*)(const Batch&, uint32_t* scratch);
+// Masks the batch; returns whether all ids lie in [0, vocab_size). If not, what was written is of no use, and in place
+// nothing was. Scratch holds a draw for each token of the longest row, rounded up to 64, and is used with units and with
+// thresholds of single tokens.
+using MaskTokens = bool (*)(const Batch&, uint32_t* scratch);
 // The row keys of the draw law, of padded rows; weights[s] is the multiplier of position s.
 using RowKeys = void (*)(const void* ids, int id_size, const Flags& attention_mask, const uint64_t* weights,
                          int64_t rows, int64_t length, uint64_t* keys);

@@ -33,22 +33,22 @@ def mask_tokens(
     random_threshold: int,
     ignore_index: int,
     exclude_original: bool,
-) -> tuple[Tensor, Tensor]:
+    output_ids: Tensor,
+    labels: Tensor,
+) -> None:
     """Run the kernel; arguments as :mod:`fastmlm._ops` describes them, checked by :func:`fastmlm.mask_tokens`."""
-    output_ids, labels = torch.empty_like(input_ids), torch.empty_like(input_ids)
     rows, length = input_ids.shape
     # Named, since the addresses that follow must outlive the call.
     units, cu_seqlens = _as_int64(units), _as_int64(cu_seqlens)
     row_keys = None if row_keys is None else row_keys.contiguous()
     if device_seed is not None:
         seed = int(device_seed)
-    lowest, highest = _native.mask_tokens(
+    in_range = _native.mask_tokens(
         input_ids.data_ptr(),
         output_ids.data_ptr(),
         labels.data_ptr(),
         input_ids.element_size(),
         rows if cu_seqlens is None else cu_seqlens.numel() - 1,
-        length,
         length,
         _address(cu_seqlens),
         seed & 0xFFFFFFFFFFFFFFFF,
@@ -71,8 +71,9 @@ def mask_tokens(
         ignore_index,
         exclude_original,
     )
-    check_ids(lowest, highest, flags.numel())
-    return output_ids, labels
+    if not in_range:
+        lowest, highest = input_ids.aminmax()
+        check_ids(int(lowest), int(highest), flags.numel())
 
 
 def word_units(

@@ -50,10 +50,10 @@ void expect_writes(void* start, int64_t bytes) {
 PyObject* mask_tokens(PyObject*, PyObject* args) {
   unsigned long long ids, output, labels, offsets, row_keys, attention, special, units, thresholds, flags, random_ids;
   unsigned long long key, threshold, mask_threshold, random_threshold;
-  long long rows, length, longest, vocab_size, random_count, mask_token_id, ignore_index;
+  long long rows, length, vocab_size, random_count, mask_token_id, ignore_index;
   int id_size, attention_size, special_size, per_token, exclude;
-  if (!PyArg_ParseTuple(args, "KKKiLLLKKKKiKiKKpKLKLKKKLLp:mask_tokens", &ids, &output, &labels, &id_size, &rows,
-                        &length, &longest, &offsets, &key, &row_keys, &attention, &attention_size, &special,
+  if (!PyArg_ParseTuple(args, "KKKiLLKKKKiKiKKpKLKLKKKLLp:mask_tokens", &ids, &output, &labels, &id_size, &rows,
+                        &length, &offsets, &key, &row_keys, &attention, &attention_size, &special,
                         &special_size, &units, &thresholds, &per_token, &flags, &vocab_size, &random_ids,
                         &random_count, &threshold, &mask_threshold, &random_threshold, &mask_token_id, &ignore_index,
                         &exclude))
@@ -82,10 +82,10 @@ PyObject* mask_tokens(PyObject*, PyObject* args) {
                     mask_token_id,
                     ignore_index,
                     exclude != 0};
-  Range range;
+  bool in_range;
   std::vector<uint32_t> scratch;
   try {
-    if (batch.units || batch.threshold_per_token) scratch.resize(static_cast<size_t>((longest + 63) / 64 * 64));
+    if (batch.units || batch.threshold_per_token) scratch.resize(static_cast<size_t>((length + 63) / 64 * 64));
   } catch (const std::bad_alloc&) {
     return PyErr_NoMemory();
   }
@@ -93,9 +93,9 @@ PyObject* mask_tokens(PyObject*, PyObject* args) {
   const int64_t bytes = (batch.offsets ? length : rows * length) * id_size;
   expect_writes(batch.output_ids, bytes);
   expect_writes(batch.labels, bytes);
-  range = current->mask_tokens(batch, scratch.data());
+  in_range = current->mask_tokens(batch, scratch.data());
   Py_END_ALLOW_THREADS;
-  return Py_BuildValue("(LL)", static_cast<long long>(range.lowest), static_cast<long long>(range.highest));
+  return PyBool_FromLong(in_range);
 }
 
 PyObject* row_keys(PyObject*, PyObject* args) {
@@ -147,13 +147,25 @@ PyObject* units_fit(PyObject*, PyObject* args) {
 }
 
 PyObject* pack_rows(PyObject*, PyObject* args) {
-  PyObject* column;
-  unsigned long long out, lengths;
+  PyObject *column, *lengths;
+  unsigned long long out;
   long long width, fill;
   int left;
-  if (!PyArg_ParseTuple(args, "O!KKLpL:pack_rows", &PyList_Type, &column, &out, &lengths, &width, &left, &fill))
+  if (!PyArg_ParseTuple(args, "O!KO!LpL:pack_rows", &PyList_Type, &column, &out, &PyList_Type, &lengths, &width, &left,
+                        &fill))
     return nullptr;
-  return pack(column, const_cast<int64_t*>(pointer<int64_t>(out)), pointer<int64_t>(lengths), width, left != 0, fill);
+  if (PyList_GET_SIZE(lengths) != PyList_GET_SIZE(column))
+    return PyErr_Format(PyExc_ValueError, "lengths: expected one a row");
+  try {
+    std::vector<int64_t> counts;  // a copy, since reading the column may run code that changes the list
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(lengths); ++i) {
+      counts.push_back(PyLong_AsLongLong(PyList_GET_ITEM(lengths, i)));
+      if (counts.back() == -1 && PyErr_Occurred()) return nullptr;
+    }
+    return pack(column, const_cast<int64_t*>(pointer<int64_t>(out)), counts.data(), width, left != 0, fill);
+  } catch (const std::bad_alloc&) {
+    return PyErr_NoMemory();
+  }
 }
 
 PyObject* list_lengths(PyObject*, PyObject* args) {
@@ -204,7 +216,7 @@ PyObject* select_isa(PyObject*, PyObject* args) {
 }
 
 PyMethodDef methods[] = {
-    {"mask_tokens", mask_tokens, METH_VARARGS, "Mask a batch; returns its lowest and highest id."},
+    {"mask_tokens", mask_tokens, METH_VARARGS, "Mask a batch; returns whether its ids are in range."},
     {"row_keys", row_keys, METH_VARARGS, "The row keys of the draw law, by content."},
     {"word_units", word_units, METH_VARARGS, "The first token of each token's word; kernels/cpu/words.h has the rule."},
     {"units_fit", units_fit, METH_VARARGS, "Whether no unit starts after its own tokens."},

@@ -165,7 +165,9 @@ def mask_tokens(
     random_threshold: int,
     ignore_index: int,
     exclude_original: bool,
-) -> tuple[Tensor, Tensor]:
+    output_ids: Tensor,
+    labels: Tensor,
+) -> None:
     """Launch the kernel; arguments as :mod:`fastmlm._ops` describes them."""
     if units is not None or cu_seqlens is not None:
         argument = "units" if units is not None else "cu_seqlens"
@@ -176,7 +178,6 @@ def mask_tokens(
     tiles = triton.cdiv(length, blocks * BLOCK)
     count = flags.numel() if random_ids is None else random_ids.numel()
     width = max(random_threshold - mask_threshold, 1)
-    output_ids, labels = torch.empty_like(input_ids), torch.empty_like(input_ids)
     # bool tensors are bytes to Triton only when viewed as such
     byte_masks = [None if m is None else m.view(torch.uint8) if m.dtype == torch.bool else m
                   for m in (attention_mask, special_tokens_mask)]  # fmt: skip
@@ -189,4 +190,3 @@ def mask_tokens(
         TILES=tiles, BLOCKS=blocks, PER_TOKEN=thresholds is not None and thresholds.shape == input_ids.shape,
         EXCLUDE=exclude_original, num_warps=max(1, min(4, blocks // 4)),
     )  # fmt: skip
-    return output_ids, labels

@@ -17,25 +17,41 @@ _library = torch.library.Library("fastmlm", "DEF")
 # row_keys (rows,) int64; attention_mask, special_tokens_mask (B, S), any integer dtype or bool;
 # units (B, S) integers; thresholds int64, (rows, 1) or (B, S), in place of the one threshold;
 # flags (V,) uint8 and random_ids (K,) int64 as MaskingSpec.tables gives them; impl "" is the fastest.
-_library.define(
-    "mask_tokens(Tensor input_ids, SymInt seed, Tensor? device_seed, Tensor? row_keys, Tensor? attention_mask, "
+_MASK_TOKENS = (
+    "Tensor input_ids, SymInt seed, Tensor? device_seed, Tensor? row_keys, Tensor? attention_mask, "
     "Tensor? special_tokens_mask, Tensor? units, Tensor? cu_seqlens, Tensor? thresholds, Tensor flags, "
     "Tensor? random_ids, int threshold, int mask_token_id, int mask_threshold, int random_threshold, "
-    "int ignore_index, bool exclude_original, str impl) -> (Tensor, Tensor)"
+    "int ignore_index, bool exclude_original, str impl"
 )
+_library.define(f"mask_tokens({_MASK_TOKENS}) -> (Tensor, Tensor)")
+# output_ids and labels like input_ids; output_ids may be input_ids.
+_library.define(f"mask_tokens.out({_MASK_TOKENS}, *, Tensor(a!) output_ids, Tensor(b!) labels) -> ()")
 
 mask_tokens = torch.ops.fastmlm.mask_tokens.default
+mask_tokens_out = torch.ops.fastmlm.mask_tokens.out
+
+
+def _mask_tokens_out(input_ids: Tensor, *arguments: Any, output_ids: Tensor, labels: Tensor) -> None:
+    *rest, impl = arguments
+    chosen = resolve(impl or None, input_ids.device)  # here, where torch.compile does not look
+    kernel(chosen, "masking.mask_tokens")(input_ids, *rest, output_ids, labels)
 
 
 def _mask_tokens(input_ids: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    *rest, impl = arguments
-    chosen = resolve(impl or None, input_ids.device)  # here, where torch.compile does not look
-    return kernel(chosen, "masking.mask_tokens")(input_ids, *rest)
+    output_ids, labels = torch.empty_like(input_ids), torch.empty_like(input_ids)
+    _mask_tokens_out(input_ids, *arguments, output_ids=output_ids, labels=labels)
+    return output_ids, labels
 
 
 def _mask_tokens_fake(input_ids: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(input_ids), torch.empty_like(input_ids)
 
 
+def _mask_tokens_out_fake(input_ids: Tensor, *arguments: Any, output_ids: Tensor, labels: Tensor) -> None:
+    return None
+
+
 _library.impl("mask_tokens", _mask_tokens, "CompositeExplicitAutograd")  # on any device
+_library.impl("mask_tokens.out", _mask_tokens_out, "CompositeExplicitAutograd")
 torch.library.register_fake("fastmlm::mask_tokens", _mask_tokens_fake, lib=_library)
+torch.library.register_fake("fastmlm::mask_tokens.out", _mask_tokens_out_fake, lib=_library)

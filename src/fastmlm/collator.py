@@ -186,6 +186,17 @@ class DataCollatorForMaskedLM(DataCollatorForLanguageModeling):
         word_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Mask a padded batch, (B, S) each: the new input_ids and the labels. ``inputs`` are not changed."""
+        return self._mask(inputs, special_tokens_mask, offset_mapping, attention_mask, word_ids)
+
+    def _mask(
+        self,
+        inputs: Tensor,
+        special_tokens_mask: Tensor | None,
+        offset_mapping: Tensor | None,
+        attention_mask: Tensor | None,
+        word_ids: Tensor | None,
+        in_place: bool = False,
+    ) -> tuple[Tensor, Tensor]:
         if self.rng == "torch":
             return self._torch_rng_mask_tokens(inputs, special_tokens_mask, offset_mapping)
         running = _attention.get()
@@ -204,6 +215,7 @@ class DataCollatorForMaskedLM(DataCollatorForLanguageModeling):
             special_tokens_mask=special_tokens_mask,
             units=units,
             impl=self.impl,
+            out=(inputs, torch.empty_like(inputs)) if in_place else None,
         )
 
     def numpy_mask_tokens(
@@ -257,19 +269,24 @@ class DataCollatorForMaskedLM(DataCollatorForLanguageModeling):
         batch = {name: convert(column) if isinstance(column, Tensor) else column for name, column in padded.items()}
         special, offsets = batch.pop("special_tokens_mask", None), batch.pop("offset_mapping", None)
         if self.mlm:
-            extra = {"attention_mask": convert(attention)}
-            if self.whole_word_mask:
-                extra["word_ids"] = batch.pop("word_ids", None)
-            # A subclass may override the mask functions with Hugging Face's arguments only, and call ours from there.
-            if not _takes_extra(getattr(mask, "__func__", mask)):
-                extra = {}
-            running = _attention.set(attention)
-            try:
-                batch["input_ids"], batch["labels"] = mask(
-                    batch["input_ids"], special_tokens_mask=special, offset_mapping=offsets, **extra
-                )
-            finally:
-                _attention.reset(running)
+            word_ids = batch.pop("word_ids", None) if self.whole_word_mask else None
+            function = getattr(mask, "__func__", mask)
+            if function is DataCollatorForMaskedLM.torch_mask_tokens:
+                # The padded ids are nobody else's: they are masked where they are.
+                masked = self._mask(batch["input_ids"], special, offsets, attention, word_ids, in_place=True)
+            else:
+                extra = {"attention_mask": convert(attention)}
+                if self.whole_word_mask:
+                    extra["word_ids"] = word_ids
+                # A subclass may override with Hugging Face's arguments only, and call ours from there.
+                if not _takes_extra(function):
+                    extra = {}
+                running = _attention.set(attention)
+                try:
+                    masked = mask(batch["input_ids"], special_tokens_mask=special, offset_mapping=offsets, **extra)
+                finally:
+                    _attention.reset(running)
+            batch["input_ids"], batch["labels"] = masked
         else:
             ids, pad = batch["input_ids"], self.tokenizer.pad_token_id
             batch["labels"] = where(ids == (-1 if pad is None else pad), -100, ids)

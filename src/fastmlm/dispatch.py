@@ -41,6 +41,7 @@ def check_name(impl: str | None) -> None:
         raise ValueError(f"impl: expected None or one of {', '.join(IMPLS)}, got {impl!r}")
 
 
+@lru_cache(maxsize=64)
 def kernel(impl: str, op: str) -> Callable[..., Any]:
     """The function that implements ``op`` (``"masking.mask_tokens"``), imported at its first use."""
     module, _, function = op.partition(".")

@@ -33,6 +33,7 @@ def mask_tokens(
     cu_seqlens: Tensor | None = None,
     mlm_probability: float | Tensor | None = None,
     impl: str | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> MaskedTokens:
     """``selected = torch.rand(ids.shape) < p``, 80/10/10, ``labels = torch.where(selected, ids, -100)`` in one.
 
@@ -58,9 +59,12 @@ def mask_tokens(
         impl: ``"reference"``, ``"cpp"`` or ``"triton"``; None: the native kernel on the CPU, Triton for CUDA tensors
             where it is installed and covers the call (not yet ``units`` and ``cu_seqlens``), else the reference. All
             give the same bits.
+        out: where to write the result: two contiguous tensors like it, which later calls can use again. The first may
+            be input_ids itself (int64 or int32), which is then masked in place.
 
     Returns:
-        MaskedTokens of the shape and device of input_ids; int64 and int32 are kept, narrower ids widen to int64.
+        MaskedTokens of the shape and device of input_ids; int64 and int32 are kept, narrower ids widen to int64. With
+        ``out``, its tensors.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came. Values (ids, probabilities, units,
@@ -84,10 +88,12 @@ def mask_tokens(
         impl = "reference"
     if _readable(ids):
         _check_values(ids, spec, attention_mask, units, cu_seqlens, impl)
+    if out is not None:
+        _check_out(out, input_ids, ids.dtype)
     if ids.numel() == 0:
-        return MaskedTokens(ids.reshape(input_ids.shape).clone(), ids.reshape(input_ids.shape).clone())
+        return MaskedTokens(*(out or (ids.reshape(input_ids.shape).clone(), ids.reshape(input_ids.shape).clone())))
     flags, random_ids = spec.tables(ids.device)
-    output, labels = _ops.mask_tokens(
+    arguments = (
         ids,
         seed_int,
         seed_tensor,
@@ -107,6 +113,13 @@ def mask_tokens(
         spec.exclude_original,
         impl or "",
     )
+    if out is not None:
+        output, labels = out if out[0].shape == ids.shape else (out[0].view(ids.shape), out[1].view(ids.shape))
+        _ops.mask_tokens_out(*arguments, output_ids=output, labels=labels)
+        return MaskedTokens(*out)
+    output, labels = _ops.mask_tokens(*arguments)
+    if output.shape == input_ids.shape:
+        return MaskedTokens(output, labels)
     return MaskedTokens(output.view(input_ids.shape), labels.view(input_ids.shape))
 
 
@@ -218,6 +231,35 @@ def _check_probability(
         )
     limits = _spec.thresholds(p).reshape(shape)
     return 0, (limits.expand(rows, 1) if p.dim() == 0 else limits).contiguous()
+
+
+def _check_out(out: tuple[Tensor, Tensor], input_ids: Tensor, dtype: torch.dtype) -> None:
+    """Two tensors like the result, apart in memory from each other and, unless they are the same, from input_ids."""
+    tensors = isinstance(out, tuple) and len(out) == 2 and all(isinstance(tensor, Tensor) for tensor in out)
+    alike = tensors and all(
+        tensor.dtype is dtype
+        and tensor.shape == input_ids.shape
+        and tensor.device == input_ids.device
+        and tensor.is_contiguous()
+        for tensor in out
+    )
+    if not alike:
+        got = ", ".join(map(_describe, out)) if tensors else _describe(out)
+        raise (ValueError if tensors else TypeError)(
+            f"out: expected a tuple of two contiguous {dtype} tensors of shape {tuple(input_ids.shape)} on "
+            f"{input_ids.device}, got {got}"
+        )
+    if torch.compiler.is_compiling():
+        return  # addresses are not known yet
+    size, output, labels = out[0].nbytes, out[0].data_ptr(), out[1].data_ptr()
+    start, end = input_ids.data_ptr(), input_ids.data_ptr() + size
+    if not input_ids.is_contiguous():  # anywhere in its memory
+        start = input_ids.untyped_storage().data_ptr()
+        end = start + input_ids.untyped_storage().nbytes()
+    in_place = out[0] is input_ids or (output == start and end == start + size)
+    apart = output + size <= start or end <= output
+    if (abs(output - labels) < size) or not (in_place or apart) or not (labels + size <= start or end <= labels):
+        raise ValueError("out: expected tensors that share no memory (the first may be input_ids), got some that do")
 
 
 def _check_values(

@@ -79,7 +79,9 @@ def mask_tokens(
     random_threshold: int,
     ignore_index: int,
     exclude_original: bool,
-) -> tuple[Tensor, Tensor]:
+    output_ids: Tensor,
+    labels: Tensor,
+) -> None:
     """Select, replace and label; arguments as :func:`fastmlm._ops.mask_tokens` describes them."""
     ids = input_ids.to(torch.int64)
     key = ids.new_full((1,), seed) if device_seed is None else device_seed
@@ -117,8 +119,8 @@ def mask_tokens(
             exclude_original,
         )
         output = torch.where(selected & ~masked & (action < random_threshold) & drawn, random_id, output)
-    labels = torch.where(selected, ids, ignore_index)
-    return output.to(input_ids.dtype), labels.to(input_ids.dtype)
+    labels.copy_(torch.where(selected, ids, ignore_index))
+    output_ids.copy_(output)  # last, since it may be input_ids
 
 
 def _random_ids(
