@@ -214,6 +214,14 @@ class Masking(torch.nn.Module):
         return mask_tokens(ids, self.spec, seed=1).labels
 
 
+def test_fake_tensors_leave_the_spec_usable() -> None:
+    spec = MaskingSpec(3, 50, random_token_ids=(4, 5))
+    with FakeTensorMode() as mode:
+        mask_tokens(mode.from_tensor(IDS), spec, seed=1)
+    assert mask_tokens(IDS, spec, seed=1).labels.tolist() == mask_tokens(IDS, spec, seed=1, impl="reference")[1].tolist()
+    assert all(type(table) is Tensor for table in spec.tables(CPU))
+
+
 def test_exporting_leaves_the_spec_usable() -> None:
     """Tables first asked for while tracing with fake tensors must not stay behind in the spec as fakes."""
     spec = MaskingSpec(3, 50, (0, 1, 2))

@@ -168,7 +168,7 @@ class MaskingSpec:
         ids = None if self.random_token_ids is None else torch.tensor(self.random_token_ids, device="cpu")
         flags[slice(None) if ids is None else ids] |= RANDOM
         tables = flags.to(device), None if ids is None else ids.to(device)
-        if not torch.compiler.is_exporting():  # an export's tensors are fakes, no good to keep
+        if type(flags) is Tensor and not torch.compiler.is_exporting():  # a trace's tensors are fakes, no good to keep
             self._tables[device] = tables
         return tables
 
