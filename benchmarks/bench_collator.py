@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import DataCollatorForLanguageModeling
+from transformers import DataCollatorForLanguageModeling, DataCollatorWithFlattening
 
 from fastmlm import DataCollatorForMaskedLM
 
@@ -59,7 +59,7 @@ def bench_collator(compare: Callable[..., None], corpus_ids: Any, shape: str, ki
         ours_name=f"DataCollatorForMaskedLM(impl={impl!r})",
         peer_name="HF collator",
         rounds=20,
-        calls=10,
+        calls=20,
     )
 
 
@@ -76,7 +76,7 @@ def bench_collator_epochs(compare: Callable[..., None], corpus_ids: Any) -> None
         ours_name="DataCollatorForMaskedLM(seed=1)",
         peer_name="HF collator, seed=1",
         rounds=20,
-        calls=10,
+        calls=20,
     )
 
 
@@ -100,5 +100,22 @@ def bench_collator_whole_words(compare: Callable[..., None], corpus_ids: Any, so
         ours_name="DataCollatorForMaskedLM(whole_word_mask=True)",
         peer_name="HF collator, whole_word_mask=True",
         rounds=10,
-        calls=5,
+        calls=15,
+    )
+
+
+def bench_collator_packing(compare: Callable[..., None], corpus_ids: Any) -> None:
+    """The peer flattens and does not mask: Hugging Face has no collator that does both."""
+    tokenizer, ids = corpus_ids
+    rows = [{"input_ids": row["input_ids"]} for row in make_rows(ids, lengths_of("64×64…512"), "lists")]
+    ours = DataCollatorForMaskedLM(tokenizer, packing=True)
+    theirs = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    compare(
+        lambda: ours(rows),
+        lambda: theirs(rows),
+        case="64×64…512, dicts of lists, packed",
+        ours_name="DataCollatorForMaskedLM(packing=True)",
+        peer_name="HF DataCollatorWithFlattening, no masks",
+        rounds=20,
+        calls=20,
     )

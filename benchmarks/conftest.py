@@ -1,6 +1,7 @@
 """How everything here is measured: in turns with the peer it is compared to, on real text, medians of ratios."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from statistics import median, quantiles
 from time import perf_counter
 from typing import Any
@@ -16,8 +17,8 @@ from fastmlm.cli.tokenizer import train_tokenizer
 def compare(benchmark: Any) -> Callable[..., None]:
     """Time ours and the peer by turns; both medians and the ratio of each pair go into the results.
 
-    A turn is several calls in a row, as a loader's worker makes them: after a single call the other side's would find
-    cold caches and memory that was given back to the system.
+    A turn is several calls in a row, as a loader's worker makes them, and counts with the median of its calls. The first
+    one or two after the other side's turn find cold caches; `report.py` says how much longer ours then takes.
     """
 
     def run(
@@ -31,26 +32,26 @@ def compare(benchmark: Any) -> Callable[..., None]:
         calls: int,
         threads: int = 1,
     ) -> None:
-        peer_seconds: list[float] = []
+        ours_turns: list[list[float]] = []
+        peer_turns: list[list[float]] = []
 
-        def turn(function: Callable[[], object]) -> None:
+        def turn(function: Callable[[], object], turns: list[list[float]]) -> None:
+            times = [perf_counter()]
             for _ in range(calls):
                 function()
-
-        def time_peer() -> None:
-            start = perf_counter()
-            turn(peer)
-            peer_seconds.append((perf_counter() - start) / calls)
+                times.append(perf_counter())
+            turns.append([end - start for start, end in pairwise(times)])
 
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         try:
-            benchmark.pedantic(turn, (ours,), setup=time_peer, rounds=rounds, iterations=1, warmup_rounds=2)
+            benchmark.pedantic(
+                turn, (ours, ours_turns), setup=lambda: turn(peer, peer_turns), rounds=rounds, warmup_rounds=2
+            )
         finally:
             torch.set_num_threads(before)
-        ours_seconds = [seconds / calls for seconds in benchmark.stats.stats.data]
-        pairs = list(zip(peer_seconds[-rounds:], ours_seconds, strict=True))
-        ratios = [theirs / mine for theirs, mine in pairs]
+        ours_seconds, peer_seconds = ([median(times) for times in t[-rounds:]] for t in (ours_turns, peer_turns))
+        ratios = [theirs / mine for theirs, mine in zip(peer_seconds, ours_seconds, strict=True)]
         low, _, high = quantiles(ratios, n=4)
         benchmark.extra_info.update(
             case=case,
@@ -60,7 +61,8 @@ def compare(benchmark: Any) -> Callable[..., None]:
             rounds=rounds,
             calls=calls,
             ours_ms=round(median(ours_seconds) * 1e3, 3),
-            peer_ms=round(median(theirs for theirs, _ in pairs) * 1e3, 3),
+            peer_ms=round(median(peer_seconds) * 1e3, 3),
+            first_ms=round(median(times[0] for times in ours_turns[-rounds:]) * 1e3, 3),
             ratio=round(median(ratios), 2),
             ratio_quartiles=[round(low, 2), round(high, 2)],
         )

@@ -189,6 +189,7 @@ BAD_IDS = {
     "nested": [[1, 2]],
     "nested and empty": [[]],
     "two-dimensional": np.ones((1, 2), dtype=np.int64),
+    "two-dimensional tensor": torch.ones((1, 2), dtype=torch.int64),
     "0-dim array": np.array(3),
     "0-dim tensor": torch.tensor(3),
     "float array": np.ones(2),
