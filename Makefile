@@ -52,6 +52,7 @@ test-clang: $(READY)  ## the native module as clang builds it
 bench: $(READY)  ## measure against Hugging Face, write benchmarks/results/ and the table of the README
 	$(BIN)/python -m pytest -q benchmarks --benchmark-json=build/benchmarks.json
 	$(BIN)/python benchmarks/report.py build/benchmarks.json
+	$(BIN)/python benchmarks/scaling.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

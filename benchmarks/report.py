@@ -39,8 +39,8 @@ def table(summary: dict[str, Any], detail: bool) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in summary["versions"].items())
     lines = [
         f"{summary['machine']}; Python {summary['python']}, {versions}; commit {summary['commit']}, {summary['date']}.",
-        "Each pair was timed by turns of up to 20 calls; medians of the turns' medians, and the median ratio of turns with"
-        f" its quartiles. {first_calls(summary)}",
+        "Each pair was timed by turns of up to 20 calls; medians of the turns' medians, and the median ratio of turns, "
+        f"with its quartiles. {first_calls(summary)}",
         "",
         "| case | peer | peer, ms | fastmlm | fastmlm, ms | times as fast |",
         "|---|---|---:|---|---:|---:|",
@@ -59,9 +59,13 @@ def table(summary: dict[str, Any], detail: bool) -> str:
 
 def first_calls(summary: dict[str, Any]) -> str:
     """How much longer the first call of a turn takes, which finds the caches full of the peer's data."""
-    longer = [r["first_ms"] / r["ours_ms"] for r in summary["results"] if r["calls"] > 1 and "DataLoader" not in r["case"]]
+    longer = [
+        r["first_ms"] / r["ours_ms"] for r in summary["results"] if r["calls"] > 1 and "DataLoader" not in r["case"]
+    ]
     low, middle, high = quantiles(longer, n=4)
-    return f"The first call of ours in a turn, with cold caches, takes {middle:.1f} times as long ({low:.1f}–{high:.1f})."
+    return (
+        f"The first call of ours in a turn, with cold caches, takes {middle:.1f} times as long ({low:.1f}–{high:.1f})."
+    )
 
 
 def main() -> None:

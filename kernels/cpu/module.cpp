@@ -41,7 +41,7 @@ void expect_writes(void* start, int64_t bytes) {
   constexpr uintptr_t kHuge = uintptr_t{1} << 21;
   const uintptr_t from = (reinterpret_cast<uintptr_t>(start) + kHuge - 1) / kHuge * kHuge;
   const uintptr_t to = (reinterpret_cast<uintptr_t>(start) + static_cast<uintptr_t>(bytes)) / kHuge * kHuge;
-  if (from < to) madvise(reinterpret_cast<void*>(from), to - from, MADV_HUGEPAGE);
+  if (bytes > 0 && from < to) madvise(reinterpret_cast<void*>(from), to - from, MADV_HUGEPAGE);
 #else
   (void)start, (void)bytes;
 #endif
@@ -162,7 +162,9 @@ PyObject* pack_rows(PyObject*, PyObject* args) {
       counts.push_back(PyLong_AsLongLong(PyList_GET_ITEM(lengths, i)));
       if (counts.back() == -1 && PyErr_Occurred()) return nullptr;
     }
-    return pack(column, const_cast<int64_t*>(pointer<int64_t>(out)), counts.data(), width, left != 0, fill);
+    int64_t* to = const_cast<int64_t*>(pointer<int64_t>(out));
+    expect_writes(to, static_cast<int64_t>(counts.size()) * width * 8);
+    return pack(column, to, counts.data(), width, left != 0, fill);
   } catch (const std::bad_alloc&) {
     return PyErr_NoMemory();
   }
@@ -189,9 +191,10 @@ PyObject* gather_lists(PyObject*, PyObject* args) {
     return nullptr;
   const ListColumn column{pointer<ListPart>(parts), offset_size, value_size, value_signed != 0};
   const ListRows rows{pointer<int64_t>(part), pointer<int64_t>(place), count};
+  int64_t* to = const_cast<int64_t*>(pointer<int64_t>(out));
   Py_BEGIN_ALLOW_THREADS;
-  bad = fastmlm::gather_lists(column, rows, pointer<int64_t>(lengths), const_cast<int64_t*>(pointer<int64_t>(out)),
-                              width, left != 0, fill);
+  expect_writes(to, count * width * 8);
+  bad = fastmlm::gather_lists(column, rows, pointer<int64_t>(lengths), to, width, left != 0, fill);
   Py_END_ALLOW_THREADS;
   return PyLong_FromLongLong(bad);
 }
