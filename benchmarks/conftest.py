@@ -17,8 +17,8 @@ from fastmlm.cli.tokenizer import train_tokenizer
 def compare(benchmark: Any) -> Callable[..., None]:
     """Time ours and the peer by turns; both medians and the ratio of each pair go into the results.
 
-    A turn is several calls in a row, as a loader's worker makes them, and counts with the median of its calls. The first
-    one or two after the other side's turn find cold caches; `report.py` says how much longer ours then takes.
+    A turn is several calls in a row, as a loader's worker makes them, and counts with the median of its calls. The
+    first one after the other side's turn finds cold caches; report.py says how much longer it takes.
     """
 
     def run(
