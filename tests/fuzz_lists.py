@@ -170,11 +170,13 @@ def first_bad(column: list[Any], lengths: list[int], width: int) -> tuple[int, i
         if values is None or len(values) != n or n > width:
             return r, -1
         for position, value in enumerate(values):
+            if isinstance(value, (type, bool, np.bool_)):
+                return r, position
             try:
                 fits = INT64[0] <= value.__index__() <= INT64[1]
             except (AttributeError, TypeError):  # arrays have the method, and raise unless they hold one integer
                 fits = False
-            if isinstance(value, (type, bool)) or not fits:
+            if not fits:
                 return r, position
     return None
 

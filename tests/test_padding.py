@@ -186,6 +186,7 @@ BAD_IDS = {
     "complex": [1j],
     "None inside": [1, None],
     "a bool": [1, True],
+    "a numpy bool": [1, np.bool_(True)],
     "nested": [[1, 2]],
     "nested and empty": [[]],
     "two-dimensional": np.ones((1, 2), dtype=np.int64),

@@ -43,7 +43,9 @@ enum class Read { kOk, kNot, kRaised };
 
 // Any object with __index__ except bools, as numpy's integers are; its code may run, and may do anything.
 Read read(PyObject* item, int64_t* value) {
-  if (!PyIndex_Check(item) || PyBool_Check(item)) return Read::kNot;
+  // numpy's bools have __index__ in some releases, where it warns: they are told by their name, "bool_" or "bool".
+  const bool is_bool = PyBool_Check(item) || std::strncmp(Py_TYPE(item)->tp_name, "numpy.bool", 10) == 0;
+  if (!PyIndex_Check(item) || is_bool) return Read::kNot;
   PyObject* number = PyNumber_Index(item);
   if (!number) return Read::kRaised;
   int overflow = 0;

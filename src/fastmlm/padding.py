@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 Column = Sequence[Any]  # one value a row
 _INTEGERS = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
+_BOOLS = {bool, np.bool_}
 _PER_TOKEN = ("attention_mask", "token_type_ids", "special_tokens_mask")  # never anything else
 
 
@@ -266,7 +267,7 @@ def _pack_lists(name: str, column: Column, layout: _Layout, fill: int) -> Tensor
             if not ids:
                 return None
             row = _array(name, i, row).tolist()  # rows of different kinds in one column
-        elif ids and bool in set(map(type, row)):
+        elif ids and not _BOOLS.isdisjoint(map(type, row)):
             raise _bad_id(row, i)
         try:
             _int64s(n).pack_into(buffer, 8 * (i * layout.width + layout.place(i).start), *row)
@@ -281,7 +282,7 @@ def _bad_id(row: Sequence[Any], index: int) -> Exception:
     """What is wrong with a row of ids that would not pack."""
     for position, value in enumerate(row):
         where = f"input_ids, row {index}, position {position}: expected an int"
-        if isinstance(value, bool) or not hasattr(value, "__index__"):
+        if type(value) in _BOOLS or not hasattr(value, "__index__"):
             return TypeError(f"{where}, got {value!r} ({type(value).__name__})")
         if not -(1 << 63) <= int(value) < 1 << 63:
             return OverflowError(f"{where} of 64 bits, got {value!r}")
@@ -295,7 +296,7 @@ def _array(name: str, index: int, row: Any) -> np.ndarray:
         row = (row.float() if row.dtype == torch.bfloat16 else row).numpy()
     if name == "word_ids" and not isinstance(row, np.ndarray):  # tokenizers say None where a token has no word
         row = [-1 if word is None else word for word in row]
-    if name == "input_ids" and isinstance(row, (list, tuple)) and bool in set(map(type, row)):
+    if name == "input_ids" and isinstance(row, (list, tuple)) and not _BOOLS.isdisjoint(map(type, row)):
         raise _bad_id(row, index)
     try:
         array = np.asarray(row)
