@@ -14,13 +14,16 @@ every call, because each change of a ContextVar makes a token. Saying so loads `
 import dataclasses
 import inspect
 import math
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from fastmlm.loss import masked_lm_loss
@@ -36,6 +39,10 @@ _IGNORE_INDEX = -100  # what the models themselves ignore; not ours to choose
 _TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
+# Labels of pairs of sentences, whose loss pretraining models add to that of the tokens, and the logits they belong to.
+_PAIR_LABELS = {"next_sentence_label": "seq_relationship_logits", "sentence_order_label": "sop_logits"}
+
+
 @dataclasses.dataclass(frozen=True)
 class _Selection:
     """What a running call takes part with: N flat labels, the K rows among them, and the divisor of the loss."""
@@ -43,6 +50,7 @@ class _Selection:
     labels: Tensor
     rows: Tensor
     num_items_in_batch: int | Tensor | None
+    pair_labels: Tensor | None
 
     def take(self, x: Tensor) -> Tensor:
         """The selected rows of (..., D), as (1, K, D): a batch of one sequence, which any head accepts."""
@@ -68,15 +76,17 @@ class _Applied:
     """What `sparsify` did to a model. In a copy or pickle of the model, the handles belong to the copy's hooks."""
 
     handles: tuple[RemovableHandle, ...]
-    labels_position: int  # among the arguments of forward, without self
+    arguments: tuple[str, ...]  # of forward, in order
+    pair_labels: str | None  # the argument of that kind, if forward has one
     replaced: dict[str, Any]  # attributes of the instance that densify puts back
 
 
 @torch.compiler.disable
 def _take_labels(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Forward pre-hook of the model: open a call, and keep the labels from the model's own loss."""
-    position = model._fastmlm_sparse.labels_position
+    applied = model._fastmlm_sparse
     kwargs = dict(kwargs)
+    position = applied.arguments.index("labels")
     if position < len(args):
         labels, args = args[position], (*args[:position], None, *args[position + 1 :])
     else:
@@ -85,7 +95,8 @@ def _take_labels(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
     if labels is not None:
         labels = labels.reshape(-1)
         rows = labels.ne(_IGNORE_INDEX).nonzero().squeeze(-1)
-        selection = _Selection(labels, rows, kwargs.pop("num_items_in_batch", None))
+        given = dict(zip(applied.arguments, args, strict=False)) | kwargs
+        selection = _Selection(labels, rows, kwargs.pop("num_items_in_batch", None), given.get(applied.pair_labels))
     _CALL.set(_Call(model, selection, outer=_CALL.get()))
     return args, kwargs
 
@@ -115,6 +126,11 @@ def _put_loss(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], o
     labels = call.selection.labels.index_select(0, call.selection.rows).to(logits.device)
     num_items_in_batch = call.selection.num_items_in_batch
     loss = masked_lm_loss(logits.flatten(0, -2), labels, num_items_in_batch=num_items_in_batch)
+    pair_labels = call.selection.pair_labels
+    if pair_labels is not None:
+        # After the tokens' logits in every model that has them.
+        pairs = output[1] if isinstance(output, tuple) else output[_PAIR_LABELS[model._fastmlm_sparse.pair_labels]]
+        loss = loss + F.cross_entropy(pairs.reshape(-1, pairs.shape[-1]).to(loss.dtype), pair_labels.reshape(-1))
     return (loss, *output) if isinstance(output, tuple) else dataclasses.replace(output, loss=loss)
 
 
@@ -124,6 +140,7 @@ def sparsify(model: _Model) -> _Model:
     Makes a Hugging Face ``*ForMaskedLM`` run its head on selected positions only, in place; `densify` undoes it. The
     model is called as before and its loss and gradients stay the same up to rounding. Parameters, ``state_dict`` and
     ``save_pretrained`` are untouched; copies and pickles of the model are sparse too. Doing it twice changes nothing.
+    Given a model inside ``torch.compile``, data parallelism or PEFT, it works on the one inside.
 
     Called with ``labels``, (B, S), int32 or int64, -100 where not selected:
 
@@ -132,6 +149,8 @@ def sparsify(model: _Model) -> _Model:
     - ``loss`` is `masked_lm_loss`: the mean over the selected tokens, or their sum divided by ``num_items_in_batch``
       where that is given (most models drop it, and their gradients grow with the accumulation steps; so that the
       Trainer gives it, ``model.accepts_loss_kwargs`` is set). Float32 at least; 0, not NaN, where nothing is selected.
+      A pretraining model adds the loss of its pairs of sentences as it always did; with two losses, the Trainer is left
+      to divide by the accumulation steps.
 
     Called without ``labels``, the model does what it always did.
 
@@ -142,6 +161,10 @@ def sparsify(model: _Model) -> _Model:
         TypeError: the model has no base model, no output embeddings or no ``labels``.
         ValueError: the model cannot run a plain batch of token ids, or its loss with a sparse head is another one.
     """
+    inner = _unwrap(model)
+    if inner is not model:
+        sparsify(inner)
+        return model
     if hasattr(model, "_fastmlm_sparse"):
         return model
     name = type(model).__name__
@@ -170,14 +193,29 @@ def sparsify(model: _Model) -> _Model:
 
 def densify(model: _Model) -> _Model:
     """``sparsify(model)`` undone, in place: the model is as it was before. A model that is not sparse is left alone."""
-    applied = getattr(model, "_fastmlm_sparse", None)
+    inner = _unwrap(model)
+    applied = getattr(inner, "_fastmlm_sparse", None)
     if applied is not None:
         for handle in applied.handles:
             handle.remove()
-        del model._fastmlm_sparse
-        model.__dict__.pop("accepts_loss_kwargs", None)
-        model.__dict__.update(applied.replaced)
+        del inner._fastmlm_sparse
+        inner.__dict__.pop("accepts_loss_kwargs", None)
+        inner.__dict__.update(applied.replaced)
     return model
+
+
+def _unwrap(model: Any) -> Any:
+    """The model inside what torch.compile, data parallelism and PEFT put around it, where hooks find base and head."""
+    peft = sys.modules.get("peft")
+    while True:
+        if isinstance(model, (DistributedDataParallel, nn.DataParallel)):
+            model = model.module
+        elif hasattr(model, "_orig_mod"):
+            model = model._orig_mod
+        elif peft is not None and isinstance(model, peft.PeftModel):
+            model = model.get_base_model()
+        else:
+            return model
 
 
 def _apply(model: nn.Module, base: nn.Module) -> None:
@@ -186,10 +224,13 @@ def _apply(model: nn.Module, base: nn.Module) -> None:
         base.register_forward_hook(_keep_rows),
         model.register_forward_hook(_put_loss, with_kwargs=True, always_call=True),
     )
-    labels_position = list(inspect.signature(type(model).forward).parameters).index("labels") - 1
+    arguments = tuple(inspect.signature(type(model).forward).parameters)[1:]  # without self
+    pair_labels = next((name for name in _PAIR_LABELS if name in arguments), None)
     replaced = {key: value for key, value in model.__dict__.items() if key == "accepts_loss_kwargs"}
-    model._fastmlm_sparse = _Applied(handles, labels_position, replaced)  # type: ignore[assignment]
-    model.accepts_loss_kwargs = True  # type: ignore[assignment]
+    model._fastmlm_sparse = _Applied(handles, arguments, pair_labels, replaced)  # type: ignore[assignment]
+    # The number of tokens divides the loss of the tokens alone: with another loss beside it, the Trainer is to divide
+    # the sum of both by the number of accumulation steps.
+    model.accepts_loss_kwargs = pair_labels is None  # type: ignore[assignment]
 
 
 def _apply_and_compare(model: nn.Module, base: nn.Module) -> tuple[float, float, float]:
@@ -218,14 +259,17 @@ def _is_partial(parameter: Tensor) -> bool:
 def _tiny_batch(model: Any) -> dict[str, Tensor]:
     """Two rows of eight ordinary ids, with 4 and 2 of them selected."""
     embedding = model.get_input_embeddings().weight
-    vocab_size = min(embedding.shape[0], model.get_output_embeddings().weight.shape[0])
+    projection = getattr(model.get_output_embeddings(), "weight", embedding)  # an adaptive softmax has several
+    vocab_size = min(embedding.shape[0], projection.shape[0])
     special = [value for key, value in model.config.to_dict().items() if key.endswith("_token_id")]
     ordinary = torch.tensor([id_ for id_ in range(vocab_size) if id_ not in special] or range(vocab_size), device="cpu")
     generator = torch.Generator("cpu").manual_seed(0)
     drawn = ordinary[torch.randint(len(ordinary), (2, 2, 8), generator=generator, device="cpu")]
     input_ids, labels = drawn.to(embedding.device)
     selected = torch.tensor([[0, 1, 1, 0, 0, 1, 0, 1], [0, 0, 0, 1, 0, 0, 1, 0]], device=labels.device).bool()
-    return {"input_ids": input_ids, "labels": labels.where(selected, _IGNORE_INDEX)}
+    inputs = {"input_ids": input_ids, "labels": labels.where(selected, _IGNORE_INDEX)}
+    pairs = [name for name in _PAIR_LABELS if name in inspect.signature(type(model).forward).parameters]
+    return inputs | {name: torch.tensor([0, 1], device=labels.device) for name in pairs}
 
 
 @contextmanager

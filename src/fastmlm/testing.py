@@ -8,25 +8,62 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 B, S, H, V = 3, 10, 16, 37
-_SIZES = {"hidden_size": H, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24, "vocab_size": V}
-_NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-# RoBERTa and ESM number positions from the padding id on, so they need more of them than S.
-_BERT_LIKE = {**_SIZES, **_NO_DROPOUT, "max_position_embeddings": 16}
-_CONFIGS: dict[str, dict[str, Any]] = {
-    "Bert": _BERT_LIKE,
-    "Roberta": _BERT_LIKE,
-    "DistilBert": {
-        "dim": H, "n_layers": 2, "n_heads": 2, "hidden_dim": 24, "vocab_size": V, "max_position_embeddings": 16,
-        "dropout": 0.0, "attention_dropout": 0.0,
-    },
-    "ModernBert": {**_SIZES, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1,
-                   "sep_token_id": 2, "max_position_embeddings": 16},
-    "Esm": {**_BERT_LIKE, "pad_token_id": 1, "mask_token_id": V - 1, "position_embedding_type": "rotary",
-            "token_dropout": True},
+
+# What configurations call their sizes, and small values for them; each takes those it knows.
+_SMALL: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "embedding_size", "emb_dim", "dim", "d_model", "pooler_hidden_size"), H),
+    **dict.fromkeys(("num_hidden_layers", "n_layers", "encoder_layers", "decoder_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_heads", "encoder_attention_heads", "decoder_attention_heads"), 2),
+    **dict.fromkeys(("intermediate_size", "hidden_dim", "encoder_ffn_dim", "decoder_ffn_dim"), 24),
+    "num_key_value_heads": 2, "head_dim": H // 2, "vocab_size": V,
+    "max_position_embeddings": 16,  # more than S, since RoBERTa and its like number positions from the padding id on
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2,
 }  # fmt: skip
-MASKED_LM_NAMES = tuple(_CONFIGS)
+_TEXT = {name: _SMALL[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
+                                         "vocab_size", "max_position_embeddings", "pad_token_id", "bos_token_id",
+                                         "eos_token_id", "cls_token_id", "sep_token_id")}  # fmt: skip
+_IMAGES = {"hidden_size": H, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
+           "image_size": 32, "patch_size": 16}  # fmt: skip
+# What single classes need besides, to be small or to be built at all.
+_OWN: dict[str, dict[str, Any]] = {
+    "EsmForMaskedLM": {"pad_token_id": 1, "mask_token_id": V - 1, "position_embedding_type": "rotary",
+                       "token_dropout": True},
+    "FunnelForMaskedLM": {"block_sizes": [1, 1], "n_head": 2, "d_head": 8, "d_inner": 24, "num_decoder_layers": 1},
+    "LayoutLMForMaskedLM": {"max_2d_position_embeddings": 4},
+    "LongformerForMaskedLM": {"attention_window": 4},
+    "LukeForMaskedLM": {"entity_vocab_size": 5, "entity_emb_size": 8},
+    "MobileBertForMaskedLM": {"intra_bottleneck_size": H, "num_feedforward_networks": 1},
+    "ModernVBertForMaskedLM": {"text_config": {**_TEXT, "model_type": "modernbert"},
+                               "vision_config": _IMAGES, "image_token_id": V - 1, "pixel_shuffle_factor": 1},
+    "NeoMMEForMaskedLM": {"embedding_rank": 8, "head_dim": 16, "layer_types": ["sliding_attention", "full_attention"],
+                          "per_layer_config": None, "embedding_dim": 8, "patch_size": 4},
+    "PerceiverForMaskedLM": {"num_latents": 4, "d_latents": H, "num_self_attends_per_block": 1, "qk_channels": H,
+                             "v_channels": H, "num_self_attention_heads": 2, "num_cross_attention_heads": 2,
+                             "max_position_embeddings": S},
+    "ReformerForMaskedLM": {"attention_head_size": 8, "attn_layers": ["local"], "num_hidden_layers": 1,
+                            "axial_pos_shape": [4, 3], "axial_pos_embds_dim": [8, 8], "feed_forward_size": 24,
+                            "local_attn_chunk_length": 4, "is_decoder": False},
+    "RemBertForMaskedLM": {"input_embedding_size": 8, "output_embedding_size": H},
+    "RobertaForMaskedLM": {"pad_token_id": 1, "bos_token_id": 0},
+    "RoCBertForMaskedLM": {"pronunciation_embed_dim": 4, "pronunciation_vocab_size": 5, "shape_embed_dim": 4,
+                           "shape_vocab_size": 5},
+    "TapasForMaskedLM": {"max_num_rows": 4, "max_num_columns": 4, "type_vocab_sizes": [3] * 7},
+    "UltrabertForMaskedLM": {"prediction_head_size": H},
+    "UltraVBertForMaskedLM": {"text_config": {**_TEXT, "num_key_value_heads": 2, "head_dim": 8,
+                                              "prediction_head_size": H},
+                              "vision_config": _IMAGES, "image_token_id": V - 1, "pixel_shuffle_factor": 1},
+    "XmodForMaskedLM": {"default_language": "en_XX"},
+}  # fmt: skip
+_LENGTHS = {"ReformerForMaskedLM": 12}  # the product of its axes
+_UNPADDED = {"LongformerForMaskedLM"}  # a window of nothing but padding makes its own gradients NaN
+_SINGLE = {"MraForMaskedLM"}  # computes its attention in float32, and fails where the rest is float64
+
+MASKED_LM_NAMES = ("Bert", "Roberta", "DistilBert", "ModernBert", "Esm")
+MASKED_LM_CLASSES = tuple(sorted(set(MODEL_FOR_MASKED_LM_MAPPING_NAMES.values())))
+"""All classes that transformers lists for masked language modelling."""
 
 # Dense and sparse run the same float64 operations on differently shaped matrices: sums come out in another order, which
 # costs some 1e-15 of numbers of size 1 to 10. 1e-10 leaves room for BLAS and is far below what one wrong row changes.
@@ -41,35 +78,52 @@ def perturb(model: nn.Module) -> None:
             parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
 
 
+def _class(name: str) -> Any:
+    """The class of transformers called `name`, or `<name>ForMaskedLM`."""
+    return getattr(transformers, name, None) or getattr(transformers, f"{name}ForMaskedLM")
+
+
 def make_config(name: str = "Bert", **overrides: Any) -> Any:
-    """The configuration of a model of a few thousand parameters."""
-    return getattr(transformers, f"{name}Config")(**{**_CONFIGS[name], **overrides})
+    """The configuration of a model of a few thousand parameters, without dropout."""
+    cls = _class(name)
+    defaults = cls.config_class().to_dict()
+    settings = {key: value for key, value in _SMALL.items() if key in defaults}
+    settings |= {key: 0.0 for key, value in defaults.items() if "drop" in key and isinstance(value, float)}
+    return cls.config_class(**{**settings, **_OWN.get(cls.__name__, {}), **overrides})
 
 
 def make_model(name: str = "Bert", cls: Any = None, **overrides: Any) -> Any:
-    """A random float64 model `<name>ForMaskedLM`, or of a class given, in training mode and without dropout."""
+    """A random model `<name>ForMaskedLM`, or `name`, or of a class given; float64, in training mode, without dropout.
+
+    MRA alone comes in float32, since it computes in nothing else.
+    """
     torch.manual_seed(0)
-    model = (cls or getattr(transformers, f"{name}ForMaskedLM"))(make_config(name, **overrides)).double().train()
+    model = (cls or _class(name))(make_config(name, **overrides)).train()
+    if type(model).__name__ not in _SINGLE:
+        model = model.double()
     perturb(model)
     return model
 
 
-def make_batch(seed: int = 0, counts: tuple[int, ...] = (4, 1, 2)) -> dict[str, Tensor]:
-    """Rows of length S - row with as many selected tokens as `counts` says."""
+def make_batch(seed: int = 0, counts: tuple[int, ...] = (4, 1, 2), name: str = "Bert") -> dict[str, Tensor]:
+    """Rows of length S - row with as many selected tokens as `counts` says, as the model of that name can take them."""
     generator = torch.Generator().manual_seed(seed)
-    input_ids = torch.randint(3, V - 1, (len(counts), S), generator=generator)
+    length = _LENGTHS.get(_class(name).__name__, S)
+    input_ids = torch.randint(3, V - 1, (len(counts), length), generator=generator)
     attention_mask = torch.ones_like(input_ids)
     labels = torch.full_like(input_ids, -100)
     for row, count in enumerate(counts):
-        attention_mask[row, S - row :] = 0
-        positions = torch.randperm(S - row, generator=generator)[:count]
+        if _class(name).__name__ not in _UNPADDED:
+            attention_mask[row, length - row :] = 0
+        positions = torch.randperm(length - row, generator=generator)[:count]
         labels[row, positions] = torch.randint(V, (count,), generator=generator)
     return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
 
 
 def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     """The gradient of every parameter that has one, by name; nothing is accumulated in ``.grad``."""
-    names, parameters = zip(*model.named_parameters(), strict=True)
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    names, parameters = zip(*trained, strict=True)
     found = torch.autograd.grad(loss, parameters, allow_unused=True)
     return {name: g for name, g in zip(names, found, strict=True) if g is not None}
 
