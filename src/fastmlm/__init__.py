@@ -1,7 +1,7 @@
 """Masked language modelling made cheap, exact and reproducible: masking, a sparse head and a drop-in collator.
 
 ``import fastmlm`` needs torch alone and is quick. What loads more is fetched when it is first asked for: the collator
-needs transformers, the sparse head the compiler of torch.
+and the trainer need transformers, the sparse head the compiler of torch.
 """
 
 from importlib import import_module
@@ -14,9 +14,11 @@ from fastmlm.spec import MaskingSpec as MaskingSpec
 if TYPE_CHECKING:
     from fastmlm.collator import DataCollatorForMaskedLM as DataCollatorForMaskedLM
     from fastmlm.head import densify as densify, sparsify as sparsify
+    from fastmlm.trainer import MaskedLMTrainer as MaskedLMTrainer
 
 __all__ = [
     "DataCollatorForMaskedLM",
+    "MaskedLMTrainer",
     "MaskedTokens",
     "MaskingSpec",
     "available_impls",
@@ -28,6 +30,7 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "DataCollatorForMaskedLM": "fastmlm.collator",
+    "MaskedLMTrainer": "fastmlm.trainer",
     "densify": "fastmlm.head",
     "sparsify": "fastmlm.head",
 }

@@ -65,10 +65,22 @@ class _Call:
 
     model: nn.Module
     selection: _Selection | None
+    sparse: bool  # whether the head sees the selected rows alone
     outer: "_Call | None"
 
 
 _CALL: ContextVar[_Call | None] = ContextVar("fastmlm_call", default=None)
+_LOSS_ONLY: ContextVar[bool] = ContextVar("fastmlm_loss_only", default=False)
+
+
+@contextmanager
+def loss_only() -> Iterator[None]:
+    """``with loss_only(): model(**inputs).loss``: sparse models make no other logits in evaluation either."""
+    before = _LOSS_ONLY.set(True)
+    try:
+        yield
+    finally:
+        _LOSS_ONLY.reset(before)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,15 +109,16 @@ def _take_labels(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
         rows = labels.ne(_IGNORE_INDEX).nonzero().squeeze(-1)
         given = dict(zip(applied.arguments, args, strict=False)) | kwargs
         selection = _Selection(labels, rows, kwargs.pop("num_items_in_batch", None), given.get(applied.pair_labels))
-    _CALL.set(_Call(model, selection, outer=_CALL.get()))
+    sparse = selection is not None and (model.training or _LOSS_ONLY.get())
+    _CALL.set(_Call(model, selection, sparse, outer=_CALL.get()))
     return args, kwargs
 
 
 @torch.compiler.disable
 def _keep_rows(base: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    """Forward hook of the base model: in training, only the selected rows of the hidden states go on to the head."""
+    """Forward hook of the base model: in a sparse call, only the selected hidden states go on to the head."""
     call = _CALL.get()
-    if call is None or call.selection is None or not call.model.training or call.model.base_model is not base:
+    if call is None or call.selection is None or not call.sparse or call.model.base_model is not base:
         return None
     selected = call.selection.take(output[0])
     if isinstance(output, tuple):
@@ -122,14 +135,15 @@ def _put_loss(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], o
     _CALL.set(call.outer)
     if call.selection is None or output is None:
         return None
-    logits = output[0] if model.training else call.selection.take(output[0])
+    logits = output[0] if call.sparse else call.selection.take(output[0])
     labels = call.selection.labels.index_select(0, call.selection.rows).to(logits.device)
     num_items_in_batch = call.selection.num_items_in_batch
     loss = masked_lm_loss(logits.flatten(0, -2), labels, num_items_in_batch=num_items_in_batch)
     pair_labels = call.selection.pair_labels
     if pair_labels is not None:
         # After the tokens' logits in every model that has them.
-        pairs = output[1] if isinstance(output, tuple) else output[_PAIR_LABELS[model._fastmlm_sparse.pair_labels]]
+        name: Any = model._fastmlm_sparse.pair_labels  # type: ignore[union-attr]
+        pairs = output[1] if isinstance(output, tuple) else output[_PAIR_LABELS[name]]
         loss = loss + F.cross_entropy(pairs.reshape(-1, pairs.shape[-1]).to(loss.dtype), pair_labels.reshape(-1))
     return (loss, *output) if isinstance(output, tuple) else dataclasses.replace(output, loss=loss)
 
@@ -145,7 +159,7 @@ def sparsify(model: _Model) -> _Model:
     Called with ``labels``, (B, S), int32 or int64, -100 where not selected:
 
     - in training mode, ``logits`` hold only the K selected rows, in order: (1, K, V);
-    - in evaluation mode, ``logits`` stay (B, S, V);
+    - in evaluation mode, ``logits`` stay (B, S, V), except under `loss_only`;
     - ``loss`` is `masked_lm_loss`: the mean over the selected tokens, or their sum divided by ``num_items_in_batch``
       where that is given (most models drop it, and their gradients grow with the accumulation steps; so that the
       Trainer gives it, ``model.accepts_loss_kwargs`` is set). Float32 at least; 0, not NaN, where nothing is selected.

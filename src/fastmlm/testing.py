@@ -3,6 +3,7 @@
 Needs transformers.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "LayoutLMForMaskedLM": {"max_2d_position_embeddings": 4},
     "LongformerForMaskedLM": {"attention_window": 4},
     "LukeForMaskedLM": {"entity_vocab_size": 5, "entity_emb_size": 8},
-    "MobileBertForMaskedLM": {"intra_bottleneck_size": H, "num_feedforward_networks": 1},
+    "MobileBertForMaskedLM": {"embedding_size": 8, "intra_bottleneck_size": H, "num_feedforward_networks": 1},
     "ModernVBertForMaskedLM": {"text_config": {**_TEXT, "model_type": "modernbert"},
                                "vision_config": _IMAGES, "image_token_id": V - 1, "pixel_shuffle_factor": 1},
     "NeoMMEForMaskedLM": {"embedding_rank": 8, "head_dim": 16, "layer_types": ["sliding_attention", "full_attention"],
@@ -89,7 +90,8 @@ def make_config(name: str = "Bert", **overrides: Any) -> Any:
     defaults = cls.config_class().to_dict()
     settings = {key: value for key, value in _SMALL.items() if key in defaults}
     settings |= {key: 0.0 for key, value in defaults.items() if "drop" in key and isinstance(value, float)}
-    return cls.config_class(**{**settings, **_OWN.get(cls.__name__, {}), **overrides})
+    own = _OWN.get(cls.__name__.replace("ForPreTraining", "ForMaskedLM"), {})
+    return cls.config_class(**{**settings, **own, **overrides})
 
 
 def make_model(name: str = "Bert", cls: Any = None, **overrides: Any) -> Any:
@@ -121,8 +123,8 @@ def make_batch(seed: int = 0, counts: tuple[int, ...] = (4, 1, 2), name: str = "
 
 
 def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
-    """The gradient of every parameter that has one, by name; nothing is accumulated in ``.grad``."""
-    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    """The gradient of every parameter that has one, by its name in the uncompiled model; ``.grad`` is left alone."""
+    trained = [(name.removeprefix("_orig_mod."), p) for name, p in model.named_parameters() if p.requires_grad]
     names, parameters = zip(*trained, strict=True)
     found = torch.autograd.grad(loss, parameters, allow_unused=True)
     return {name: g for name, g in zip(names, found, strict=True) if g is not None}
@@ -132,6 +134,21 @@ def dense_loss(model: Any, inputs: dict[str, Tensor]) -> Tensor:
     """``F.cross_entropy(model(...).logits.view(-1, V), labels.view(-1))``; not ModernBERT's own, which is float32."""
     logits = model(**{key: value for key, value in inputs.items() if key != "labels"}).logits
     return nn.functional.cross_entropy(logits.flatten(0, -2), inputs["labels"].view(-1))
+
+
+def compare_training(sparse: Any, dense: Any, inputs: dict[str, Tensor]) -> tuple[float, float]:
+    """How far apart two models are in their loss and in any gradient, each relative to the dense one's largest value.
+
+    Infinity where one model has the gradient of a parameter and the other has not.
+    """
+    expected, got = dense_loss(dense, inputs), sparse(**inputs).loss
+    wanted, found = gradients(dense, expected), gradients(sparse, got)
+    if wanted.keys() != found.keys():
+        return math.inf, math.inf
+    largest = max(float(g.abs().max()) for g in wanted.values())
+    errors = torch.stack([(found[name] - g).abs().max() for name, g in wanted.items()])  # whose max keeps NaN
+    loss_error = (got - expected).detach().abs() / expected.detach().abs()
+    return float(loss_error), float(errors.max()) / largest
 
 
 def assert_same_training(sparse: Any, dense: Any, inputs: dict[str, Tensor]) -> None:
