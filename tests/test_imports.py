@@ -18,7 +18,7 @@ RANK = {
     "padding": 3, "packing": 3, "seeding": 3, "hf_random": 3,  # what the collator is made of
     "masking": 2, "loss": 2, "strategies": 2,
     "dispatch": 1, "_ops": 1, "reference": 1,
-    "spec": 0, "philox": 0,
+    "spec": 0, "philox": 0, "chunked": 0,
     "kernels": 1,
 }  # fmt: skip
 # Within a rank: the op finds its kernel through dispatch.

@@ -27,8 +27,17 @@ _library.define(f"mask_tokens({_MASK_TOKENS}) -> (Tensor, Tensor)")
 # output_ids and labels like input_ids; output_ids may be input_ids.
 _library.define(f"mask_tokens.out({_MASK_TOKENS}, *, Tensor(a!) output_ids, Tensor(b!) labels) -> ()")
 
+# input (N, H), weight (V, H) and bias (V,) of one floating type; target (N,) int64, in [0, V) or ignore_index.
+# Gives the loss of each row, (N,), 0 where ignored, and the gradients of (losses * scale).sum() of which `needs` says
+# which: of input, weight and bias, in their types; tensors of no elements in place of the others.
+_library.define(
+    "linear_cross_entropy(Tensor input, Tensor weight, Tensor? bias, Tensor target, Tensor scale, int ignore_index, "
+    "float label_smoothing, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+
 mask_tokens = torch.ops.fastmlm.mask_tokens.default
 mask_tokens_out = torch.ops.fastmlm.mask_tokens.out
+linear_cross_entropy = torch.ops.fastmlm.linear_cross_entropy.default
 
 
 def _mask_tokens_out(input_ids: Tensor, *arguments: Any, output_ids: Tensor, labels: Tensor) -> None:
@@ -51,6 +60,25 @@ def _mask_tokens_out_fake(input_ids: Tensor, *arguments: Any, output_ids: Tensor
     return None
 
 
+def _linear_cross_entropy_fake(
+    input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, scale: Tensor, ignore_index: int,
+    label_smoothing: float, needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    losses = input.new_empty(len(target), dtype=torch.promote_types(input.dtype, torch.float32))
+    return (
+        losses,
+        input.new_empty(input.shape if needs[0] else (0,)),
+        weight.new_empty(weight.shape if needs[1] else (0,)),
+        weight.new_empty(len(weight) if needs[2] else 0),
+    )
+
+
+def _linear_cross_entropy(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return kernel("reference", "loss.linear_cross_entropy")(*arguments)
+
+
+_library.impl("linear_cross_entropy", _linear_cross_entropy, "CompositeExplicitAutograd")
+torch.library.register_fake("fastmlm::linear_cross_entropy", _linear_cross_entropy_fake, lib=_library)
 _library.impl("mask_tokens", _mask_tokens, "CompositeExplicitAutograd")  # on any device
 _library.impl("mask_tokens.out", _mask_tokens_out, "CompositeExplicitAutograd")
 torch.library.register_fake("fastmlm::mask_tokens", _mask_tokens_fake, lib=_library)

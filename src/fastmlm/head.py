@@ -1,8 +1,10 @@
 """The sparse head: only selected positions reach a model's vocabulary projection.
 
-Three hooks, no code for any one model. Before the model's forward, ``labels`` are taken out of the call, so the model
+Four hooks, no code for any one model. Before the model's forward, ``labels`` are taken out of the call, so the model
 computes no loss of its own. After its base model's forward, the hidden states lose every row that is not selected, and
-the model's own head runs on what is left. After the model's forward, the loss is put where the model would have put it.
+the model's own head runs on what is left. Before its decoder's forward, if that is a plain linear layer with nothing
+after it, the loss is computed from what goes in, without logits, and the decoder is given no rows. After the model's
+forward, the loss is put where the model would have put it.
 
 The hooks are plain functions, so copying or pickling a model copies nothing but their names, and what they share, the
 running call, lives in a ContextVar: threads and nested calls do not see each other's.
@@ -18,7 +20,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +28,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from fastmlm.loss import masked_lm_loss
+from fastmlm.loss import linear_cross_entropy, masked_lm_loss
+
+if TYPE_CHECKING:
+    from typing import TypeGuard
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -52,6 +57,10 @@ class _Selection:
     num_items_in_batch: int | Tensor | None
     pair_labels: Tensor | None
 
+    def labels_of_rows(self, device: torch.device) -> Tensor:
+        """The labels of the selected rows, (K,)."""
+        return self.labels.index_select(0, self.rows).to(device)
+
     def take(self, x: Tensor) -> Tensor:
         """The selected rows of (..., D), as (1, K, D): a batch of one sequence, which any head accepts."""
         if x.shape[:-1].numel() != self.labels.numel():
@@ -67,6 +76,7 @@ class _Call:
     selection: _Selection | None
     sparse: bool  # whether the head sees the selected rows alone
     outer: "_Call | None"
+    losses: list[Tensor] = dataclasses.field(default_factory=list)  # one, where it was computed before the decoder
 
 
 _CALL: ContextVar[_Call | None] = ContextVar("fastmlm_call", default=None)
@@ -88,6 +98,7 @@ class _Applied:
     """What `sparsify` did to a model. In a copy or pickle of the model, the handles belong to the copy's hooks."""
 
     handles: tuple[RemovableHandle, ...]
+    fused: bool  # whether the loss may be computed in place of the decoder
     arguments: tuple[str, ...]  # of forward, in order
     pair_labels: str | None  # the argument of that kind, if forward has one
     replaced: dict[str, Any]  # attributes of the instance that densify puts back
@@ -127,6 +138,47 @@ def _keep_rows(base: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
 
 
 @torch.compiler.disable
+def _compute_loss(decoder: nn.Module, args: tuple[Any, ...]) -> Any:
+    """Forward pre-hook of the decoder: in a sparse call, the loss in place of logits, which then are of no rows."""
+    call = _CALL.get()
+    if call is None or not call.sparse or not call.model._fastmlm_sparse.fused:  # type: ignore[union-attr]
+        return None
+    # Looked at in each call, since adapters and hooks may have come in between.
+    if call.model.get_output_embeddings() is not decoder or not _is_plain_linear(decoder) or len(args) != 1:  # type: ignore[operator]
+        return None
+    assert call.selection is not None
+    x = args[0]
+    rows = x.reshape(-1, x.shape[-1])
+    labels = call.selection.labels_of_rows(x.device)
+    divisor = call.selection.num_items_in_batch
+    weight = None
+    if divisor is not None:
+        weight = torch.ones(len(labels), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+        weight /= divisor.to(weight).clamp(min=1) if isinstance(divisor, Tensor) else max(divisor, 1)
+    loss = linear_cross_entropy(
+        rows,
+        decoder.weight,
+        labels,
+        linear_bias=decoder.bias,
+        weight_per_row=weight,
+        reduction="mean" if weight is None else "sum",
+    )
+    call.losses.append(loss)
+    return (x[..., :0, :],)
+
+
+def _is_plain_linear(module: nn.Module) -> "TypeGuard[nn.Linear]":
+    """Whether a module is nn.Linear and nothing but our hook is on it."""
+    hooks = (module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return (
+        type(module) is nn.Linear
+        and len(module._forward_pre_hooks) == 1
+        and not any(hooks)
+        and "forward" not in module.__dict__  # where accelerate puts its own
+    )
+
+
+@torch.compiler.disable
 def _put_loss(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """Forward hook of the model, also after an exception (then without output): close the call and add the loss."""
     call = _CALL.get()
@@ -135,10 +187,13 @@ def _put_loss(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], o
     _CALL.set(call.outer)
     if call.selection is None or output is None:
         return None
-    logits = output[0] if call.sparse else call.selection.take(output[0])
-    labels = call.selection.labels.index_select(0, call.selection.rows).to(logits.device)
-    num_items_in_batch = call.selection.num_items_in_batch
-    loss = masked_lm_loss(logits.flatten(0, -2), labels, num_items_in_batch=num_items_in_batch)
+    if call.losses:
+        loss = call.losses[0]
+    else:
+        logits = output[0] if call.sparse else call.selection.take(output[0])
+        labels = call.selection.labels_of_rows(logits.device)
+        divisor = call.selection.num_items_in_batch
+        loss = masked_lm_loss(logits.flatten(0, -2), labels, num_items_in_batch=divisor)
     pair_labels = call.selection.pair_labels
     if pair_labels is not None:
         # After the tokens' logits in every model that has them.
@@ -158,7 +213,8 @@ def sparsify(model: _Model) -> _Model:
 
     Called with ``labels``, (B, S), int32 or int64, -100 where not selected:
 
-    - in training mode, ``logits`` hold only the K selected rows, in order: (1, K, V);
+    - in training mode, ``logits`` are of the K selected rows, (1, K, V); or of none, (1, 0, V), where the decoder is a
+      plain linear layer with nothing after it: then the loss is `fastmlm.loss.linear_cross_entropy`, which holds none;
     - in evaluation mode, ``logits`` stay (B, S, V), except under `loss_only`;
     - ``loss`` is `masked_lm_loss`: the mean over the selected tokens, or their sum divided by ``num_items_in_batch``
       where that is given (most models drop it, and their gradients grow with the accumulation steps; so that the
@@ -192,14 +248,14 @@ def sparsify(model: _Model) -> _Model:
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise TypeError(f"cannot sparsify {name}: an encoder-decoder makes its decoder's input from the labels")
     if any(_is_partial(parameter) for parameter in model.parameters()):
-        _apply(model, base)
+        _apply(model, base, fused=False)  # nobody can tell whether anything comes after the decoder
         return model
     try:
-        dense, sparse, tolerance = _apply_and_compare(model, base)
+        dense, sparse, same = _apply_and_compare(model, base)
     except Exception as error:
         densify(model)
         raise ValueError(f"cannot sparsify {name}: it fails on a plain batch of ids and labels ({error})") from error
-    if not math.isclose(dense, sparse, rel_tol=tolerance):  # also where either is NaN
+    if not same:
         densify(model)
         raise ValueError(f"cannot sparsify {name}: its loss is {dense:.6g}, but {sparse:.6g} with a sparse head")
     return model
@@ -232,37 +288,57 @@ def _unwrap(model: Any) -> Any:
             return model
 
 
-def _apply(model: nn.Module, base: nn.Module) -> None:
+def _apply(model: Any, base: nn.Module, fused: bool) -> None:
     handles = (
         model.register_forward_pre_hook(_take_labels, with_kwargs=True),
         base.register_forward_hook(_keep_rows),
+        model.get_output_embeddings().register_forward_pre_hook(_compute_loss),
         model.register_forward_hook(_put_loss, with_kwargs=True, always_call=True),
     )
     arguments = tuple(inspect.signature(type(model).forward).parameters)[1:]  # without self
     pair_labels = next((name for name in _PAIR_LABELS if name in arguments), None)
     replaced = {key: value for key, value in model.__dict__.items() if key == "accepts_loss_kwargs"}
-    model._fastmlm_sparse = _Applied(handles, arguments, pair_labels, replaced)  # type: ignore[assignment]
+    model._fastmlm_sparse = _Applied(handles, fused, arguments, pair_labels, replaced)
     # The number of tokens divides the loss of the tokens alone: with another loss beside it, the Trainer is to divide
     # the sum of both by the number of accumulation steps.
-    model.accepts_loss_kwargs = pair_labels is None  # type: ignore[assignment]
+    model.accepts_loss_kwargs = pair_labels is None
 
 
-def _apply_and_compare(model: nn.Module, base: nn.Module) -> tuple[float, float, float]:
-    """The model's own loss of a tiny batch, its loss as a sparse model, and how far apart rounding may bring them."""
+def _apply_and_compare(model: Any, base: nn.Module) -> tuple[float, float, bool]:
+    """The model's own loss of a tiny batch, its loss as a sparse model, and whether they are the same up to rounding.
+
+    The loss is left to be computed in place of the decoder if that gives the same, else by the model's own decoder.
+    """
     inputs = _tiny_batch(model)
     hidden: list[Tensor] = []
     seen = base.register_forward_hook(lambda _module, _inputs, output: hidden.append(output[0].float()))
     try:
         with _perturbed_head(model, base), _no_dropout(model), torch.no_grad():
-            dense = model(**inputs)[0]
-            _apply(model, base)
-            sparse, logits = model(**inputs)[:2]
+            dense, logits = model(**inputs)[:2]
+            _apply(model, base, fused=True)
+            fused = _loss_or_none(model, inputs)
+            if fused is None or not _close(dense, fused, logits.dtype):
+                model._fastmlm_sparse = dataclasses.replace(model._fastmlm_sparse, fused=False)
+            sparse = model(**inputs)[0]
     finally:
         seen.remove()
     # The loss alone would not tell in half precision: without labels the base model must do what it does with them.
-    if not torch.allclose(hidden[0], hidden[1], rtol=1e-3, atol=1e-3 * float(hidden[0].abs().max())):
+    if not torch.allclose(hidden[0], hidden[-1], rtol=1e-3, atol=1e-3 * float(hidden[0].abs().max())):
         raise ValueError("its hidden states depend on the labels")
-    return float(dense), float(sparse), _TOLERANCE[logits.dtype]
+    return float(dense), float(sparse), _close(dense, sparse, logits.dtype)
+
+
+def _loss_or_none(model: Any, inputs: dict[str, Tensor]) -> Tensor | None:
+    """The loss, unless the model cannot do without logits."""
+    try:
+        return model(**inputs)[0]
+    except Exception:
+        return None
+
+
+def _close(dense: Tensor, sparse: Tensor, dtype: torch.dtype) -> bool:
+    """Whether two losses of a model that computes in a type are the same up to rounding; not where either is NaN."""
+    return math.isclose(float(dense), float(sparse), rel_tol=_TOLERANCE[dtype])
 
 
 def _is_partial(parameter: Tensor) -> bool:

@@ -1,8 +1,13 @@
-"""The loss of masked language modelling over rows of logits."""
+"""The loss of masked language modelling: over rows of logits, or over hidden states without holding their logits."""
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fastmlm import _ops
 
 
 def masked_lm_loss(
@@ -47,3 +52,132 @@ def masked_lm_loss(
     if isinstance(num_items_in_batch, Tensor):
         return total / num_items_in_batch.to(total).reshape(()).clamp(min=1)
     return total / max(num_items_in_batch, 1)
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    weight_per_row: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """``F.cross_entropy(F.linear(input, linear_weight, linear_bias).float(), target, reduction="mean")``
+
+    Ignored rows are dropped before they are multiplied, the rest go through in chunks (:mod:`fastmlm.chunked`), and
+    gradients are computed with the loss, so the logits of all rows never exist at once.
+
+    Args:
+        input: (..., H), any floating type; under autocast, its type.
+        linear_weight: (V, H). Its gradient is summed in float32 at least.
+        target: (...), int32 or int64, in [0, V) or ``ignore_index``.
+        linear_bias: (V,).
+        weight_per_row: (...), what the loss of each row is multiplied by (masked diffusion: 1 / p).
+        ignore_index: rows of this target take no part.
+        reduction: ``"mean"`` over the rows that take part, whatever their weights; ``"sum"``; or ``"none"``, (...) with
+            0 where ignored, whose gradients are computed anew in the backward pass.
+        label_smoothing: share of each target spread evenly over all of V.
+
+    Returns:
+        The loss, float32 (float64 for float64 input); exactly 0 with zero gradients where no row takes part.
+
+    Raises:
+        TypeError, ValueError: naming the argument. Targets are checked on the CPU only.
+    """
+    _check_linear(input, linear_weight, target, linear_bias, weight_per_row, reduction, label_smoothing)
+    device = input.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        input, linear_weight = input.to(dtype), linear_weight.to(dtype)
+        linear_bias = None if linear_bias is None else linear_bias.to(dtype)
+    rows, labels = input.reshape(-1, input.shape[-1]), target.reshape(-1).long()
+    taken = labels != ignore_index
+    if device == "cpu" and not torch.compiler.is_compiling():
+        wrong = taken & ((labels < 0) | (labels >= len(linear_weight)))
+        if bool(wrong.any()):
+            raise ValueError(
+                f"target: expected ids in [0, {len(linear_weight)}) or {ignore_index}, got {labels[wrong][0].item()}"
+            )
+    wide = torch.promote_types(input.dtype, torch.float32)
+    scale = torch.ones_like(labels, dtype=wide) if weight_per_row is None else weight_per_row.reshape(-1).to(wide)
+    if reduction == "mean":
+        scale = scale / taken.sum().clamp(min=1)
+    tensors = (input, linear_weight, linear_bias)
+    needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in tensors]
+    loss = _LinearCrossEntropy.apply(
+        rows, linear_weight, linear_bias, labels, scale.detach(), ignore_index, label_smoothing, needs, reduction
+    )
+    return loss.reshape(target.shape) if reduction == "none" else loss
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """The scaled losses: their sum, with gradients computed in the forward pass; or each, with gradients later."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, scale: Tensor, ignore_index: int,
+        label_smoothing: float, needs: list[bool], reduction: str,
+    ) -> Tensor:  # fmt: skip
+        ctx.settings, ctx.reduced = (ignore_index, label_smoothing, needs), reduction != "none"
+        now = needs if ctx.reduced else [False] * 3
+        losses, *gradients = _ops.linear_cross_entropy(
+            input, weight, bias, target, scale, ignore_index, label_smoothing, now
+        )
+        if ctx.reduced:
+            ctx.save_for_backward(*gradients)
+            return (losses * scale).sum()
+        ctx.save_for_backward(input, weight, bias, target, scale)
+        return losses * scale
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
+        ignore_index, label_smoothing, needs = ctx.settings
+        if ctx.reduced:
+            gradients = ctx.saved_tensors
+            on_cpu = grad_output.device.type == "cpu" and not torch.compiler.is_compiling()
+            if not (on_cpu and grad_output.item() == 1):  # as it is where nothing follows the loss
+                gradients = [gradient * grad_output.to(gradient.dtype) for gradient in gradients]
+        else:
+            input, weight, bias, target, scale = ctx.saved_tensors
+            _, *gradients = _ops.linear_cross_entropy(
+                input, weight, bias, target, scale * grad_output.reshape(-1), ignore_index, label_smoothing, needs
+            )
+        asked = [gradient if needed else None for gradient, needed in zip(gradients, needs, strict=True)]
+        return *asked, None, None, None, None, None, None
+
+
+def _check_linear(
+    input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    weight_per_row: Tensor | None,
+    reduction: str,
+    label_smoothing: float,
+) -> None:
+    if not input.is_floating_point() or input.dim() < 1:
+        raise TypeError(f"input: expected floating numbers, (..., H), got {_describe(input)}")
+    if weight.dim() != 2 or weight.shape[1] != input.shape[-1] or weight.dtype != input.dtype:
+        autocast = torch.is_autocast_enabled(input.device.type)
+        if not (autocast and weight.dim() == 2 and weight.shape[1] == input.shape[-1] and weight.is_floating_point()):
+            raise ValueError(
+                f"linear_weight: expected (V, {input.shape[-1]}) {input.dtype}, like input, got {_describe(weight)}"
+            )
+    if target.dtype not in (torch.int32, torch.int64) or target.shape != input.shape[:-1]:
+        raise ValueError(f"target: expected int32 or int64 {tuple(input.shape[:-1])}, got {_describe(target)}")
+    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != weight.dtype):
+        raise ValueError(f"linear_bias: expected {tuple(weight.shape[:1])} {weight.dtype}, got {_describe(bias)}")
+    if weight_per_row is not None and weight_per_row.shape != target.shape:
+        raise ValueError(f"weight_per_row: expected the shape of target, got {_describe(weight_per_row)}")
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction: expected 'mean', 'sum' or 'none', got {reduction!r}")
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing: expected a number between 0 and 1, got {label_smoothing!r}")
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{tensor.dtype} of shape {tuple(tensor.shape)}"

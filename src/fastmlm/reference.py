@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from fastmlm import philox
+from fastmlm.chunked import linear_cross_entropy as linear_cross_entropy
 from fastmlm.spec import RANDOM, SPECIAL
 
 _LOW32 = 0xFFFFFFFF
