@@ -114,7 +114,10 @@ def linear_cross_entropy(
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The scaled losses: their sum, with gradients computed in the forward pass; or each, with gradients later."""
+    """The scaled losses: their sum, with gradients computed in the forward pass; or each, with gradients later.
+
+    Gradients are given away by the first backward pass, without a copy; another one computes them anew.
+    """
 
     @staticmethod
     def forward(
@@ -126,26 +129,24 @@ class _LinearCrossEntropy(torch.autograd.Function):
         losses, *gradients = _ops.linear_cross_entropy(
             input, weight, bias, target, scale, ignore_index, label_smoothing, now
         )
-        if ctx.reduced:
-            ctx.save_for_backward(*gradients)
-            return (losses * scale).sum()
         ctx.save_for_backward(input, weight, bias, target, scale)
-        return losses * scale
+        ctx.gradients = gradients if ctx.reduced else None
+        return (losses * scale).sum() if ctx.reduced else losses * scale
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
         ignore_index, label_smoothing, needs = ctx.settings
-        if ctx.reduced:
-            gradients = ctx.saved_tensors
-            on_cpu = grad_output.device.type == "cpu" and not torch.compiler.is_compiling()
-            if not (on_cpu and grad_output.item() == 1):  # as it is where nothing follows the loss
-                gradients = [gradient * grad_output.to(gradient.dtype) for gradient in gradients]
-        else:
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
             input, weight, bias, target, scale = ctx.saved_tensors
             _, *gradients = _ops.linear_cross_entropy(
-                input, weight, bias, target, scale * grad_output.reshape(-1), ignore_index, label_smoothing, needs
+                input, weight, bias, target, scale * grad_output, ignore_index, label_smoothing, needs
             )
+        else:
+            on_cpu = grad_output.device.type == "cpu" and not torch.compiler.is_compiling()
+            if not (on_cpu and grad_output.item() == 1):  # as it is where nothing follows the loss
+                gradients = [gradient.mul_(grad_output.to(gradient.dtype)) for gradient in gradients]
         asked = [gradient if needed else None for gradient, needed in zip(gradients, needs, strict=True)]
         return *asked, None, None, None, None, None, None
 

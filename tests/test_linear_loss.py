@@ -1,0 +1,250 @@
+"""linear_cross_entropy against eager PyTorch: every option, gradient and chunking, precision, memory, the compiler."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fastmlm import chunked
+from fastmlm.loss import linear_cross_entropy
+
+N, WIDTH, VOCABULARY = 20, 6, 11
+
+
+def case(seed: int = 0, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    """Rows of hidden states, of which a quarter is ignored; a decoder; targets with 0 and the last id among them."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    target = torch.randint(VOCABULARY, (4, N // 4), generator=generator)
+    target[0] = -100
+    target[1, 0], target[1, 1] = 0, VOCABULARY - 1
+    return {
+        "input": normal(4, N // 4, WIDTH),
+        "linear_weight": normal(VOCABULARY, WIDTH),
+        "linear_bias": normal(VOCABULARY),
+        "target": target,
+        "weight_per_row": torch.rand(4, N // 4, generator=generator, dtype=torch.float64) + 0.5,
+    }
+
+
+def eager(
+    input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Any = None, weight_per_row: Any = None,
+    reduction: str = "mean", label_smoothing: float = 0.0, ignore_index: int = -100,
+) -> Tensor:  # fmt: skip
+    logits = F.linear(input, linear_weight, linear_bias).flatten(0, -2)
+    losses = F.cross_entropy(
+        logits, target.flatten(), reduction="none", label_smoothing=label_smoothing, ignore_index=ignore_index
+    ).view(target.shape)
+    losses = losses if weight_per_row is None else losses * weight_per_row
+    if reduction == "mean":
+        return losses.sum() / (target != ignore_index).sum().clamp(min=1)
+    return losses.sum() if reduction == "sum" else losses
+
+
+def same_loss(given: dict[str, Any], asked: tuple[str, ...], **options: Any) -> None:
+    """Loss and gradients of what is asked for equal eager PyTorch's, for a gradient of the loss that is not 1."""
+    results = []
+    for function in (linear_cross_entropy, eager):
+        tensors = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in given.items()}
+        for name in asked:
+            tensors[name].requires_grad_()
+        loss = function(**tensors, **options)
+        factor = torch.linspace(0.5, 2, loss.numel(), dtype=loss.dtype).view(loss.shape)
+        found = torch.autograd.grad(loss, [tensors[name] for name in asked], factor) if asked else ()
+        results.append((loss.detach(), found))
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
+
+
+GRADIENTS = ["input", "linear_weight", "linear_bias"]
+
+
+@pytest.fixture(params=["one chunk", "many chunks"])
+def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All rows at once, or four at a time."""
+    if request.param == "many chunks":
+        monkeypatch.setattr(chunked, "BUDGET", 0)
+        monkeypatch.setattr(chunked, "_LEAST_ROWS", 4)
+
+
+@pytest.mark.usefixtures("chunks")
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("without", [(), ("linear_bias",), ("weight_per_row",), ("linear_bias", "weight_per_row")])
+def test_linear_loss_equals_eager(reduction: str, label_smoothing: float, without: tuple[str, ...]) -> None:
+    given = {name: value for name, value in case().items() if name not in without}
+    asked = tuple(name for name in GRADIENTS if name in given)
+    same_loss(given, asked, reduction=reduction, label_smoothing=label_smoothing)
+
+
+@pytest.mark.usefixtures("chunks")
+@pytest.mark.parametrize("asked", [c for k in range(4) for c in itertools.combinations(GRADIENTS, k)])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_linear_loss_gives_the_gradients_asked_for(asked: tuple[str, ...], reduction: str) -> None:
+    same_loss(case(), asked, reduction=reduction)
+
+
+@pytest.mark.usefixtures("chunks")
+@pytest.mark.parametrize("kind", ["flat", "int32", "strided", "another ignore_index", "nothing taken", "no rows"])
+def test_linear_loss_of_all_kinds_of_rows(kind: str) -> None:
+    given: dict[str, Any] = case()
+    if kind == "flat":
+        given |= {name: given[name].flatten(0, 1) for name in ("input", "target", "weight_per_row")}
+    if kind == "int32":
+        same = linear_cross_entropy(**given)
+        assert torch.equal(linear_cross_entropy(**given | {"target": given["target"].int()}), same)
+    if kind == "strided":
+        given |= {"input": given["input"].transpose(0, 1), "target": given["target"].t()}
+        given |= {
+            "weight_per_row": given["weight_per_row"].t(),
+            "linear_weight": given["linear_weight"].t().clone().t(),
+        }
+    if kind == "another ignore_index":
+        given |= {"ignore_index": 3, "target": given["target"].clamp(min=0)}
+    if kind == "nothing taken":
+        given["target"] = torch.full_like(given["target"], -100)
+    if kind == "no rows":
+        given |= {name: given[name][:0] for name in ("input", "target", "weight_per_row")}
+    same_loss(given, tuple(GRADIENTS))
+    loss = linear_cross_entropy(**{k: v.requires_grad_() if k in GRADIENTS else v for k, v in given.items()})
+    assert loss.requires_grad
+    assert kind not in ("nothing taken", "no rows") or loss.item() == 0
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_linear_loss_by_finite_differences(reduction: str) -> None:
+    given = case()
+    inputs = [given[name].requires_grad_() for name in GRADIENTS]
+
+    def function(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return linear_cross_entropy(
+            input, weight, given["target"], linear_bias=bias, weight_per_row=given["weight_per_row"],
+            reduction=reduction, label_smoothing=0.1,
+        )  # fmt: skip
+
+    assert torch.autograd.gradcheck(function, inputs)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_linear_loss_backward_twice(reduction: str) -> None:
+    given = case()
+    given["linear_weight"].requires_grad_()
+    loss = linear_cross_entropy(**given, reduction=reduction).sum()
+    (first,) = torch.autograd.grad(loss, given["linear_weight"], retain_graph=True)
+    before = first.clone()
+    first.zero_()  # what a caller does with a gradient does not reach the next
+    (second,) = torch.autograd.grad(loss, given["linear_weight"])
+    assert torch.equal(second, before)
+
+
+@pytest.mark.usefixtures("chunks")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_linear_loss_is_no_worse_than_eager_in_the_same_type(dtype: torch.dtype) -> None:
+    for seed in range(5):
+        exact = case(seed)
+        given = {k: v.to(dtype) if v.is_floating_point() else v for k, v in exact.items() if k != "weight_per_row"}
+        truth = {k: v.double() if v.is_floating_point() else v for k, v in given.items()}
+        errors = []
+        for function in (linear_cross_entropy, eager):
+            tensors = {k: v.clone().requires_grad_(k in GRADIENTS) for k, v in given.items()}
+            wanted = {k: v.clone().requires_grad_(k in GRADIENTS) for k, v in truth.items()}
+            loss, expected = function(**tensors), eager(**wanted)
+            grads = torch.autograd.grad(loss, [tensors[name] for name in GRADIENTS])
+            true_grads = torch.autograd.grad(expected, [wanted[name] for name in GRADIENTS])
+            gradient_errors = [float((a - b).norm() / b.norm()) for a, b in zip(grads, true_grads, strict=True)]
+            errors.append([abs(loss.item() - expected.item()) / expected.item(), *gradient_errors])
+        assert linear_cross_entropy(**given).dtype == torch.float32
+        assert errors[0][0] < 1e-3
+        # One rounding more than eager: of the gradient of the logits, which it has in its own type from the start.
+        assert all(ours <= theirs + torch.finfo(dtype).eps for ours, theirs in zip(*errors, strict=True)), errors
+
+
+def test_linear_loss_under_autocast() -> None:
+    given = case(dtype=torch.float32)
+    given["weight_per_row"] = given["weight_per_row"].float()
+    tensors = {k: v.requires_grad_(k in GRADIENTS) for k, v in given.items()}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = linear_cross_entropy(**tensors)
+    grads = torch.autograd.grad(loss, [tensors[name] for name in GRADIENTS])
+    assert loss.dtype == torch.float32
+    assert all(g.dtype == torch.float32 for g in grads)
+    assert loss.item() == pytest.approx(eager(**given).item(), rel=1e-2)  # 2^-8 of bfloat16, a few times
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensor that is made."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, (tuple, list)) else [made]:
+            if isinstance(tensor, Tensor):
+                self.numel = max(self.numel, tensor.numel())
+        return made
+
+
+def test_linear_loss_never_holds_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunked, "BUDGET", 0)
+    monkeypatch.setattr(chunked, "_LEAST_ROWS", 32)
+    x, weight = torch.randn(1000, 8, requires_grad=True), torch.randn(500, 8, requires_grad=True)
+    target = torch.randint(500, (1000,))
+    with Largest() as ours, torch.no_grad():  # what the op runs
+        chunked.linear_cross_entropy(x, weight, None, target, torch.ones(1000), -100, 0.0, [True] * 3)
+    with Largest() as theirs:
+        eager(x, weight, target).backward()
+    assert ours.numel == 32 * 500
+    assert theirs.numel == 1000 * 500
+
+
+def test_linear_loss_op_is_sound() -> None:
+    given = case()
+    arguments = (given["input"].flatten(0, 1), given["linear_weight"], given["linear_bias"], given["target"].flatten())
+    for needs in ([True, True, True], [False, False, False], [True, False, True]):
+        scale = given["weight_per_row"].flatten()
+        torch.library.opcheck(torch.ops.fastmlm.linear_cross_entropy.default, (*arguments, scale, -100, 0.1, needs))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # dynamo looks at fakes
+@pytest.mark.filterwarnings("ignore:.*autograd.function.Function.*instantiated:DeprecationWarning")  # and does that
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_linear_loss_compiles_whole(backend: str, reduction: str) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend=backend)
+    results = []
+    for function in (compiled, linear_cross_entropy):
+        tensors = {k: v.requires_grad_(k in GRADIENTS) for k, v in case().items()}
+        loss = function(**tensors, reduction=reduction)
+        results.append((loss.detach(), torch.autograd.grad(loss.sum(), [tensors[name] for name in GRADIENTS])))
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
+
+
+GIVEN = case()
+# fmt: off
+BAD_LINEAR: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"input": GIVEN["target"]}, TypeError, "input: expected floating numbers.*int64"),
+    ({"linear_weight": GIVEN["linear_weight"][:, 1:]}, ValueError, r"linear_weight: expected \(V, 6\).*\(11, 5\)"),
+    ({"linear_weight": GIVEN["linear_weight"].float()}, ValueError, "linear_weight: .*float64.*got torch.float32"),
+    ({"target": GIVEN["target"].double()}, ValueError, "target: expected int32 or int64.*float64"),
+    ({"target": GIVEN["target"][1:]}, ValueError, r"target: expected int32 or int64 \(4, 5\).*\(3, 5\)"),
+    ({"target": GIVEN["target"] + 5}, ValueError, r"target: expected ids in \[0, 11\) or -100, got"),
+    ({"target": GIVEN["target"].clamp(min=-7)}, ValueError, r"target: expected ids in \[0, 11\) or -100, got -7"),
+    ({"linear_bias": GIVEN["linear_bias"][1:]}, ValueError, r"linear_bias: expected \(11,\).*\(10,\)"),
+    ({"weight_per_row": GIVEN["linear_bias"]}, ValueError, r"weight_per_row: expected the shape of target.*\(11,\)"),
+    ({"reduction": "median"}, ValueError, "reduction: expected 'mean', 'sum' or 'none', got 'median'"),
+    ({"label_smoothing": 1.5}, ValueError, "label_smoothing: expected a number between 0 and 1, got 1.5"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("arguments", "error", "message"), BAD_LINEAR)
+def test_linear_loss_names_what_is_wrong(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        linear_cross_entropy(**GIVEN | arguments)
