@@ -53,6 +53,7 @@ bench: $(READY)  ## measure against Hugging Face, write benchmarks/results/ and 
 	$(BIN)/python -m pytest -q benchmarks --benchmark-json=build/benchmarks.json
 	$(BIN)/python benchmarks/report.py build/benchmarks.json
 	$(BIN)/python benchmarks/scaling.py
+	$(BIN)/python benchmarks/head.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -1,34 +1,46 @@
-"""What the sparse head does to a model, in two tables: which classes take it, and what accumulation does to gradients.
+"""What the sparse head takes and does: the classes it serves, accumulation of gradients, memory of head and loss.
 
-Writes ``results/support.md`` and ``results/accumulation.md``, and puts both into the README.
+Writes ``results/support.md``, ``results/accumulation.md`` and ``results/memory.md``; the README quotes all three.
 """
 
 import copy
+import subprocess
+import sys
 import tempfile
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import transformers
-from report import RESULTS, quote
+from report import quote
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from fastmlm import sparsify
+from fastmlm import chunked, sparsify
+from fastmlm.cli.measure import PeakMemory
+from fastmlm.loss import linear_cross_entropy
 from fastmlm.testing import MASKED_LM_CLASSES, compare_training, make_batch, make_model
 
 COUNTS = (5, 0, 1, 3)  # selected tokens in the four rows of a step
+SHAPES = {  # K selected of so many tokens, H, V
+    "MiniLM, 16×256": (614, 384, 30522),
+    "BERT-base, 64×512": (4915, 768, 30522),
+    "ModernBERT-base, 64×512": (4915, 768, 50368),
+    "mmBERT-small, 16×512": (1229, 384, 256_000),
+}
 
 
 def support(name: str) -> str:
     """A row of the table: the errors against the dense model, or why there is no sparse head."""
     dense = make_model(name)
     try:
-        sparse = sparsify(copy.deepcopy(dense))
+        sparse: Any = sparsify(copy.deepcopy(dense))
     except (TypeError, ValueError) as error:
         return f"| `{name}` | no: {str(error).partition(': ')[2]} | | |"
     loss_error, gradient_error = compare_training(sparse, dense, make_batch(name=name))
     dtype = str(next(dense.parameters()).dtype).removeprefix("torch.")
-    return f"| `{name}` | yes | {dtype} | {loss_error:.0e}, {gradient_error:.0e} |"
+    logits = "without logits" if sparse._fastmlm_sparse.fused else "logits of selected rows"
+    return f"| `{name}` | yes, {logits} | {dtype} | {loss_error:.0e}, {gradient_error:.0e} |"
 
 
 class Rows(Dataset):
@@ -56,33 +68,76 @@ def one_step(model: Any, steps: int) -> tuple[float, float]:
     return trainer.state.log_history[0]["loss"], trainer.state.log_history[0]["grad_norm"]
 
 
-def accumulation() -> list[str]:
+def accumulation() -> str:
     lines = [
-        "| model | steps | dense: loss | gradient norm | sparse: loss | gradient norm |",
+        "| model | accumulation steps | dense: loss | gradient norm | sparse: loss | gradient norm |",
         "|---|---:|---:|---:|---:|---:|",
     ]
     for name in ("Bert", "Roberta", "Esm", "ModernBert"):
         for steps in (1, 2, 4):
             dense, sparse = one_step(make_model(name), steps), one_step(sparsify(make_model(name)), steps)
-            lines.append(f"| {name} | {steps} | {dense[0]:.3f} | {dense[1]:.3f} | {sparse[0]:.3f} | {sparse[1]:.3f} |")
-    return lines
+            lines.append(
+                f"| {name} | {steps} | {dense[0]:.3f} | {dense[1]:.3f} | {sparse[0]:.3f} | {sparse[1]:.3f} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def peak(kind: str, rows: int, width: int, vocabulary: int) -> float:
+    """MB above its inputs that the loss of a decoder and its backward pass take at most; in a process of its own."""
+    x, weight, bias = (torch.randn(shape).requires_grad_() for shape in ((rows, width), (vocabulary, width), vocabulary))
+    target = torch.randint(vocabulary, (rows,))
+    small = torch.randn(8, width, requires_grad=True)  # whatever is loaded at the first call
+    linear_cross_entropy(small, torch.randn(16, width, requires_grad=True), torch.randint(16, (8,))).backward()
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # the peak begins anew
+    memory = PeakMemory()
+    if kind == "linear_cross_entropy":
+        linear_cross_entropy(x, weight, target, linear_bias=bias).backward()
+    else:
+        F.cross_entropy(F.linear(x, weight, bias), target).backward()
+    return memory.read()["growth_mb"] * 2**20 / 1e6
+
+
+def memory() -> str:
+    lines = [
+        "| shape | K, H, V | K·H + one chunk of logits + weight gradient, MB | linear_cross_entropy, MB | ratio "
+        "| `F.cross_entropy(F.linear(...))`, MB |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    for name, (rows, width, vocabulary) in SHAPES.items():
+        chunk = min(rows, max(chunked.BUDGET // (4 * vocabulary), 1024))
+        floor = 4 * (rows * width + chunk * vocabulary + vocabulary * width) / 1e6
+        ours, theirs = (
+            float(
+                subprocess.run(
+                    [sys.executable, __file__, kind, *map(str, (rows, width, vocabulary))],
+                    check=True, capture_output=True, text=True,
+                ).stdout
+            )
+            for kind in ("linear_cross_entropy", "eager")
+        )  # fmt: skip
+        lines.append(
+            f"| {name} | {rows}, {width}, {vocabulary} | {floor:.0f} | {ours:.0f} | {ours / floor:.2f} | {theirs:.0f} |"
+        )
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
-    torch.set_num_threads(1)
     rows = [support(name) for name in MASKED_LM_CLASSES]
-    yes = sum("| yes |" in row for row in rows)
+    yes = sum("| yes" in row for row in rows)
     table = ["| class | sparse head | in | error of loss, of gradients |", "|---|---|---|---|", *rows]
-    text = (
+    quote(
+        "support",
         f"transformers {transformers.__version__} lists {len(rows)} classes for masked language modelling; {yes} take "
         "the sparse head. The errors are relative, against the dense model with every parameter perturbed.\n\n"
-        "<details><summary>All classes</summary>\n\n" + "\n".join(table) + "\n\n</details>\n"
+        "<details><summary>All classes</summary>\n\n" + "\n".join(table) + "\n\n</details>\n",
     )
-    (RESULTS / "support.md").write_text(text)
-    quote("support", text)
-    (RESULTS / "accumulation.md").write_text("\n".join(accumulation()) + "\n")
-    quote("accumulation", (RESULTS / "accumulation.md").read_text())
+    quote("accumulation", accumulation())
+    quote("memory", memory())
 
 
 if __name__ == "__main__":
-    main()
+    if len(sys.argv) > 1:
+        print(peak(sys.argv[1], *map(int, sys.argv[2:])))
+    else:
+        main()

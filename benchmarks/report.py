@@ -10,6 +10,7 @@ from statistics import quantiles
 from typing import Any
 
 HERE = Path(__file__).parent
+RESULTS = HERE / "results"
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "triton")
 _DETAIL = (
     "fetching",
@@ -18,7 +19,6 @@ _DETAIL = (
     "16×128, specials",
     "8×8192, specials",
 )  # left out of the README
-START, END = "<!-- benchmarks: made by `make bench` -->\n", "<!-- end of benchmarks -->"
 
 
 def summarise(raw: dict[str, Any]) -> dict[str, Any]:
@@ -68,19 +68,23 @@ def first_calls(summary: dict[str, Any]) -> str:
     )
 
 
+def quote(name: str, text: str) -> None:
+    """Write a file of the results, and put it into the README where that quotes it."""
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.md").write_text(text)
+    readme = HERE.parent / "README.md"
+    start, end = f"<!-- benchmarks/results/{name}.md -->\n", f"<!-- end of {name} -->"
+    whole = readme.read_text()
+    assert start in whole, f"README.md has no place for {name}"
+    readme.write_text(re.sub(re.escape(start) + ".*?" + re.escape(end), lambda _: start + text + end, whole, flags=re.S))
+
+
 def main() -> None:
     summary = summarise(json.loads(Path(sys.argv[1]).read_text()))
-    results = HERE / "results"
-    results.mkdir(exist_ok=True)
-    (results / "benchmarks.json").write_text(json.dumps(summary, indent=1, ensure_ascii=False) + "\n")
-    (results / "benchmarks.md").write_text(table(summary, detail=True))
-    (results / "readme.md").write_text(table(summary, detail=False))
-    readme = HERE.parent / "README.md"
-    text = readme.read_text()
-    quoted = re.sub(
-        re.escape(START) + ".*?" + re.escape(END), START + table(summary, detail=False) + END, text, flags=re.S
-    )
-    readme.write_text(quoted)
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "benchmarks.json").write_text(json.dumps(summary, indent=1, ensure_ascii=False) + "\n")
+    (RESULTS / "benchmarks.md").write_text(table(summary, detail=True))
+    quote("readme", table(summary, detail=False))
     print(table(summary, detail=True))
 
 

@@ -1,6 +1,8 @@
 """The sparse head on every class that transformers has for masked language modelling, against the dense model."""
 
 import copy
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -103,3 +105,11 @@ def test_logits_that_are_scaled_after_the_decoder() -> None:
     loss_error, gradient_error = compare_training(sparse, dense, make_batch())
     assert loss_error < 1e-10
     assert gradient_error < 1e-10
+
+
+def test_the_support_table_is_this_one() -> None:
+    table = (Path(__file__).parents[1] / "benchmarks" / "results" / "support.md").read_text("utf-8")
+    if f"transformers {transformers.__version__} " not in table:
+        pytest.skip("the table is of another release")
+    said = dict(re.findall(r"^\| `(\w+)` \| (yes|no)", table, flags=re.M))
+    assert said == {name: "no" if name in REFUSED else "yes" for name in MASKED_LM_CLASSES}
