@@ -26,7 +26,7 @@ SIZES = {
 
 
 def bound(config: BertConfig, length: int, share: float) -> float:
-    """Multiplications with all tokens in the head over those with a share of them; the backward pass makes both three."""
+    """Multiplications with all tokens in the head over those with a share of them; backward triples both."""
     width = config.hidden_size
     layer = 8 * width**2 + 4 * width * config.intermediate_size + 4 * length * width
     encoder = config.num_hidden_layers * layer

@@ -76,15 +76,14 @@ def accumulation() -> str:
     for name in ("Bert", "Roberta", "Esm", "ModernBert"):
         for steps in (1, 2, 4):
             dense, sparse = one_step(make_model(name), steps), one_step(sparsify(make_model(name)), steps)
-            lines.append(
-                f"| {name} | {steps} | {dense[0]:.3f} | {dense[1]:.3f} | {sparse[0]:.3f} | {sparse[1]:.3f} |"
-            )
+            lines.append(f"| {name} | {steps} | {dense[0]:.3f} | {dense[1]:.3f} | {sparse[0]:.3f} | {sparse[1]:.3f} |")
     return "\n".join(lines) + "\n"
 
 
 def peak(kind: str, rows: int, width: int, vocabulary: int) -> float:
     """MB above its inputs that the loss of a decoder and its backward pass take at most; in a process of its own."""
-    x, weight, bias = (torch.randn(shape).requires_grad_() for shape in ((rows, width), (vocabulary, width), vocabulary))
+    shapes = ((rows, width), (vocabulary, width), (vocabulary,))
+    x, weight, bias = (torch.randn(shape).requires_grad_() for shape in shapes)
     target = torch.randint(vocabulary, (rows,))
     small = torch.randn(8, width, requires_grad=True)  # whatever is loaded at the first call
     linear_cross_entropy(small, torch.randn(16, width, requires_grad=True), torch.randint(16, (8,))).backward()

@@ -76,7 +76,8 @@ def quote(name: str, text: str) -> None:
     start, end = f"<!-- benchmarks/results/{name}.md -->\n", f"<!-- end of {name} -->"
     whole = readme.read_text()
     assert start in whole, f"README.md has no place for {name}"
-    readme.write_text(re.sub(re.escape(start) + ".*?" + re.escape(end), lambda _: start + text + end, whole, flags=re.S))
+    place = re.escape(start) + ".*?" + re.escape(end)
+    readme.write_text(re.sub(place, lambda _: start + text + end, whole, flags=re.S))
 
 
 def main() -> None:
