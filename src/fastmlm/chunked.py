@@ -50,8 +50,8 @@ def linear_cross_entropy(
         if grad_rows is not None:
             torch.mm(grad, weight, out=grad_rows[part])
         if needs[1]:
-            if grad_weight is None:
-                grad_weight = (grad.t() @ x).to(wide)
+            if grad_weight is None:  # as it is, if no other chunk is to be added
+                grad_weight = (grad.t() @ x).to(wide if count > step else rows.dtype)
             elif wide == rows.dtype:
                 grad_weight.addmm_(grad.t(), x)
             else:
