@@ -153,6 +153,8 @@ def as_buffer(n: int, kind: str) -> Any:
 
 def buffer_values(row: Any) -> list[int] | None:
     """The integers of a row with the buffer protocol; None where it offers something else."""
+    if isinstance(row, (bytes, bytearray)):
+        return None
     try:
         view = memoryview(row)
     except (TypeError, ValueError):

@@ -126,6 +126,14 @@ def test_num_items_in_batch(name: str, mode: bool) -> None:
         torch.testing.assert_close(model(**inputs, num_items_in_batch=items).loss, expected, **CLOSE)
 
 
+@pytest.mark.parametrize("name", ["Bert", "Esm"])
+def test_num_items_in_batch_of_any_single_shape(name: str) -> None:
+    model, inputs = sparsify(make_model(name)), make_batch()
+    expected = model(**inputs, num_items_in_batch=5).loss
+    for shape in ((), (1,), (1, 1)):
+        assert torch.equal(model(**inputs, num_items_in_batch=torch.full(shape, 5)).loss, expected)
+
+
 def test_gradient_accumulation_over_uneven_micro_batches() -> None:
     # Micro-batches of 5, 0, 1 and 3 selected tokens: a mean of means would weigh them wrongly.
     dense = make_model()

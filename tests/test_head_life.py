@@ -96,6 +96,33 @@ def test_the_models_own_decoder_is_used(change: Any, tied: bool, order: str) -> 
     assert sparse(**make_batch()).logits.shape[:2] == (1, 0 if plain else 7)
 
 
+def test_dropout_after_the_decoder_keeps_its_logits() -> None:
+    """It does nothing while sparsify compares, and a loss in place of the decoder would never see it."""
+
+    class Noisy(transformers.BertForMaskedLM):
+        def forward(self, input_ids=None, attention_mask=None, labels=None):  # type: ignore[no-untyped-def]
+            logits = super().forward(input_ids, attention_mask=attention_mask).logits
+            logits = F.dropout(logits, 0.5, training=self.cls.training)
+            loss = None if labels is None else F.cross_entropy(logits.flatten(0, -2), labels.flatten())
+            return transformers.modeling_outputs.MaskedLMOutput(loss=loss, logits=logits)
+
+    sparse = sparsify(make_model(cls=Noisy))
+    assert sparse(**make_batch()).logits.shape[:2] == (1, 7)
+    assert sparse(**make_batch()).loss != sparse(**make_batch()).loss
+
+
+def test_hooks_on_all_modules_keep_the_decoder() -> None:
+    dense = make_model()
+    sparse = sparsify(copy.deepcopy(dense))
+    halve = lambda module, inputs, output: output * 0.5 if type(module) is nn.Linear else None  # noqa: E731
+    handle = nn.modules.module.register_module_forward_hook(halve)
+    try:
+        assert_same_training(sparse, dense, make_batch())
+    finally:
+        handle.remove()
+    assert sparse(**make_batch()).logits.shape[:2] == (1, 0)
+
+
 def test_a_prefix_of_ones_own() -> None:
     class Tower(transformers.BertForMaskedLM):
         base_model_prefix = "tower"

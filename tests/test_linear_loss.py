@@ -132,6 +132,34 @@ def test_linear_loss_by_finite_differences(reduction: str) -> None:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_gradients_of_gradients(reduction: str) -> None:
+    given = case()
+    inputs = [given[name].requires_grad_() for name in GRADIENTS]
+
+    def function(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return linear_cross_entropy(input, weight, given["target"], linear_bias=bias, reduction=reduction)
+
+    assert torch.autograd.gradgradcheck(function, inputs)
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**16])
+def test_float16_gradients_are_scaled_before_they_are_rounded(scale: float) -> None:
+    """A scaled loss is there to keep small gradients from vanishing, and 65536 itself is beyond float16."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(300, 16, generator=generator), 0.1 * torch.randn(2000, 16, generator=generator)
+    target, share = torch.randint(2000, (300,), generator=generator), torch.full((300,), 1e-5)
+    found = []
+    for function, dtype in ((linear_cross_entropy, torch.float16), (eager, torch.float16), (eager, torch.float64)):
+        tensors = [tensor.to(dtype).requires_grad_() for tensor in (x, weight)]
+        loss = function(*tensors, target, weight_per_row=share, reduction="sum")
+        found.append([g.double() / scale for g in torch.autograd.grad(loss * scale, tensors)])
+    ours, theirs, truth = found
+    for mine, other, exact in zip(ours, theirs, truth, strict=True):
+        error, peers = ((g - exact).norm() / exact.norm() for g in (mine, other))
+        assert error < max(2e-3, 1.5 * peers.item())
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_linear_loss_backward_twice(reduction: str) -> None:
     given = case()
     given["linear_weight"].requires_grad_()
@@ -175,6 +203,16 @@ def test_linear_loss_under_autocast() -> None:
     assert loss.dtype == torch.float32
     assert all(g.dtype == torch.float32 for g in grads)
     assert loss.item() == pytest.approx(eager(**given).item(), rel=1e-2)  # 2^-8 of bfloat16, a few times
+
+
+def test_autocast_leaves_float64_alone_and_casts_a_bias_of_another_type() -> None:
+    given = case()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(linear_cross_entropy(**given), linear_cross_entropy(**case()))
+        assert linear_cross_entropy(**given).dtype == torch.float64
+        mixed = {k: v.float() if v.is_floating_point() else v for k, v in given.items()}
+        loss = linear_cross_entropy(**mixed | {"linear_bias": mixed["linear_bias"].bfloat16()})
+    assert loss.item() == pytest.approx(linear_cross_entropy(**given).item(), rel=1e-2)
 
 
 class Largest(TorchDispatchMode):
@@ -238,6 +276,7 @@ BAD_LINEAR: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"target": GIVEN["target"].clamp(min=-7)}, ValueError, r"target: expected ids in \[0, 11\) or -100, got -7"),
     ({"linear_bias": GIVEN["linear_bias"][1:]}, ValueError, r"linear_bias: expected \(11,\).*\(10,\)"),
     ({"weight_per_row": GIVEN["linear_bias"]}, ValueError, r"weight_per_row: expected the shape of target.*\(11,\)"),
+    ({"weight_per_row": torch.rand(4, 5, requires_grad=True)}, ValueError, "weight_per_row: .*without a gradient"),
     ({"reduction": "median"}, ValueError, "reduction: expected 'mean', 'sum' or 'none', got 'median'"),
     ({"label_smoothing": 1.5}, ValueError, "label_smoothing: expected a number between 0 and 1, got 1.5"),
 ]

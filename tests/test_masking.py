@@ -9,6 +9,12 @@ from oracle import DEVICE, agrees, calls, signed
 from torch import Tensor
 
 from fastmlm import MaskedTokens, MaskingSpec, available_impls, mask_tokens
+from fastmlm.masking import row_keys
+from fastmlm.strategies.words import units_by_id
+
+IDS = torch.tensor([[2, 3, 4], [5, 6, 7]])
+FLAT = torch.arange(6)
+LONG = torch.arange(12) % 10
 
 few = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 many = settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -193,6 +199,34 @@ def test_out_of_one_row_of_narrow_and_of_strided_ids(impl: str) -> None:
         assert torch.equal(out[1], expected.labels)
 
 
+def test_out_beside_narrow_ids_in_memory() -> None:
+    """Ids of one byte take an eighth of the room of what comes out, which may lie right behind them."""
+    room = torch.zeros(64 * 17, dtype=torch.uint8)
+    ids, rest = room[:64], room[64:].view(torch.int64)
+    mask_tokens(ids, MaskingSpec(1, 10), seed=0, out=(rest[:64], rest[64:128]))
+    with pytest.raises(ValueError, match=r"out: .*share no memory"):
+        mask_tokens(ids, MaskingSpec(1, 10), seed=0, out=(room[: 64 * 8].view(torch.int64), rest[64:128]))
+
+
+@pytest.mark.parametrize("name", ["attention_mask", "special_tokens_mask", "units"])
+def test_out_is_not_what_is_read(name: str) -> None:
+    read, free = torch.zeros_like(IDS), torch.empty_like(IDS)
+    for out in ((read, free), (free, read)):
+        with pytest.raises(ValueError, match=r"out: .*share no memory"):
+            mask_tokens(IDS, MaskingSpec(1, 10), seed=0, out=out, **{name: read})
+
+
+def test_masks_of_another_shape_are_refused_before_they_are_read() -> None:
+    ids, mask = torch.full((300, 4096), 7), torch.ones(1, 1, dtype=torch.int64)
+    table = torch.ones(10, dtype=torch.uint8)
+    for impl in available_impls():
+        with pytest.raises(ValueError, match=r"attention_mask: expected the shape \(300, 4096\)"):
+            row_keys(ids, mask, impl)
+        for masks in ((mask, None), (None, mask)):
+            with pytest.raises(ValueError, match=r"masks: expected the shape \(300, 4096\)"):
+                units_by_id(ids, table, table, *masks, impl=impl)
+
+
 @pytest.mark.skipif(DEVICE != "cpu", reason="values are checked on the CPU alone")
 @pytest.mark.parametrize("impl", available_impls())
 @pytest.mark.parametrize("bad", [-1, V, -(1 << 31), (1 << 31) - 1])
@@ -209,9 +243,6 @@ def test_ids_out_of_range_are_left_as_they_were(impl: str, bad: int, dtype: torc
 
 # ---- Bad arguments ----
 
-IDS = torch.tensor([[2, 3, 4], [5, 6, 7]])
-FLAT = torch.arange(6)
-LONG = torch.arange(12) % 10
 # fmt: off
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"input_ids": [[1, 2]]}, TypeError, r"input_ids: expected a tensor of integers, .*got list"),

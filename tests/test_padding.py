@@ -1,5 +1,6 @@
 """Padding against ``tokenizer.pad(..., return_tensors="pt")`` for every kind of row, and its error messages."""
 
+import array
 import copy
 import functools
 
@@ -289,3 +290,22 @@ def test_nothing_aliases_the_rows(tokenizer, kind, count):
     for row in rows:
         row["input_ids"][0] = 55
     assert batch["input_ids"].tolist() == [OK] * count
+
+
+def test_rows_with_buffers_of_different_kinds(tokenizer):
+    rows = [[1, 2], array.array("q", [3]), np.array([4, 5]), memoryview(np.array([6], dtype=np.int32))]
+    for order in (rows, rows[::-1]):
+        padded = pad_rows([{"input_ids": row} for row in order], tokenizer)
+        assert [ids[ids != 4].tolist() or [4] for ids in padded["input_ids"]] == [
+            [i for i in row if i != 4] or [4] for row in order
+        ]
+
+
+@pytest.mark.parametrize("text", [b"dex", bytearray(b"de")])
+def test_bytes_are_no_numbers(tokenizer, text):
+    rows = [{"input_ids": [1, 2], "name": text}, {"input_ids": [3], "name": b"x"}]
+    assert pad_rows(rows, tokenizer)["name"] == [text, b"x"]
+    with pytest.raises((TypeError, ValueError), match=r"^weights, row 1"):
+        pad_rows([{"input_ids": [1, 2], "weights": [1, 2]}, {"input_ids": [3], "weights": text}], tokenizer)
+    with pytest.raises(TypeError, match=r"^input_ids, row 1"):
+        pad_rows([[1, 2], text], tokenizer)

@@ -148,7 +148,9 @@ PyObject* pack(PyObject* column, int64_t* out, const int64_t* lengths, int64_t w
     PyObject* row = PyList_GET_ITEM(column, r);
     const int64_t n = lengths[r];
     const bool items = PyList_Check(row) || PyTuple_Check(row);
-    if ((!items && !PyObject_CheckBuffer(row)) || n > width || n < 0) return Py_BuildValue("(nn)", r, kOtherRow);
+    const bool text = PyBytes_Check(row) || PyByteArray_Check(row);  // a buffer too, but not of numbers
+    if ((!items && (text || !PyObject_CheckBuffer(row))) || n > width || n < 0)
+      return Py_BuildValue("(nn)", r, kOtherRow);
     int64_t* to = out + r * width;
     std::fill_n(left ? to : to + n, width - n, fill);
     if (left) to += width - n;

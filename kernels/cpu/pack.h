@@ -9,7 +9,7 @@
 namespace fastmlm {
 
 // Writes the rows of a column into (rows, width) int64, filled up on one side. Rows are lists or tuples of ints, or offer
-// integers of the machine's byte order by the buffer protocol, in one dimension with any stride, as arrays do.
+// integers of the machine's byte order by the buffer protocol, in one dimension with any stride, as arrays do (not bytes).
 //
 // `lengths` says how many values each row must have, as many as the column has rows. Returns a new reference to None, or to a tuple (row, position) where
 // the column is not what was expected: the row is not of these kinds or not of its length (position -1), or the value at

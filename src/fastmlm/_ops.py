@@ -74,7 +74,8 @@ def _linear_cross_entropy_fake(
 
 
 def _linear_cross_entropy(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return kernel("reference", "loss.linear_cross_entropy")(*arguments)
+    with torch.autocast(arguments[0].device.type, enabled=False):  # which has cast its inputs, if it was on
+        return kernel("reference", "loss.linear_cross_entropy")(*arguments)
 
 
 _library.impl("linear_cross_entropy", _linear_cross_entropy, "CompositeExplicitAutograd")

@@ -154,7 +154,7 @@ def _compute_loss(decoder: nn.Module, args: tuple[Any, ...]) -> Any:
     weight = None
     if divisor is not None:
         weight = torch.ones(len(labels), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
-        weight /= divisor.to(weight).clamp(min=1) if isinstance(divisor, Tensor) else max(divisor, 1)
+        weight /= divisor.to(weight).reshape(()).clamp(min=1) if isinstance(divisor, Tensor) else max(divisor, 1)
     loss = linear_cross_entropy(
         rows,
         decoder.weight,
@@ -172,6 +172,7 @@ def _is_plain_linear(module: nn.Module) -> "TypeGuard[nn.Linear]":
     hooks = (module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)
     return (
         type(module) is nn.Linear
+        and not nn.modules.module._has_any_global_hook()
         and len(module._forward_pre_hooks) == 1
         and not any(hooks)
         and "forward" not in module.__dict__  # where accelerate puts its own
@@ -219,8 +220,8 @@ def sparsify(model: _Model) -> _Model:
     - ``loss`` is `masked_lm_loss`: the mean over the selected tokens, or their sum divided by ``num_items_in_batch``
       where that is given (most models drop it, and their gradients grow with the accumulation steps; so that the
       Trainer gives it, ``model.accepts_loss_kwargs`` is set). Float32 at least; 0, not NaN, where nothing is selected.
-      A pretraining model adds the loss of its pairs of sentences as it always did; with two losses, the Trainer is left
-      to divide by the accumulation steps.
+      A pretraining model adds the loss of its pairs of sentences where their label is given (without it, its own loss
+      would be None); with two losses, the Trainer is left to divide by the accumulation steps.
 
     Called without ``labels``, the model does what it always did.
 
@@ -310,12 +311,13 @@ def _apply_and_compare(model: Any, base: nn.Module) -> tuple[float, float, bool]
     The loss is left to be computed in place of the decoder if that gives the same, else by the model's own decoder.
     """
     inputs = _tiny_batch(model)
+    untouched = _gives_what_its_decoder_gives(model, base, inputs)
     hidden: list[Tensor] = []
     seen = base.register_forward_hook(lambda _module, _inputs, output: hidden.append(output[0].float()))
     try:
         with _perturbed_head(model, base), _no_dropout(model), torch.no_grad():
             dense, logits = model(**inputs)[:2]
-            _apply(model, base, fused=True)
+            _apply(model, base, fused=untouched)
             fused = _loss_or_none(model, inputs)
             if fused is None or not _close(dense, fused, logits.dtype):
                 model._fastmlm_sparse = dataclasses.replace(model._fastmlm_sparse, fused=False)
@@ -326,6 +328,20 @@ def _apply_and_compare(model: Any, base: nn.Module) -> tuple[float, float, bool]
     if not torch.allclose(hidden[0], hidden[-1], rtol=1e-3, atol=1e-3 * float(hidden[0].abs().max())):
         raise ValueError("its hidden states depend on the labels")
     return float(dense), float(sparse), _close(dense, sparse, logits.dtype)
+
+
+def _gives_what_its_decoder_gives(model: Any, base: nn.Module, inputs: dict[str, Tensor]) -> bool:
+    """Whether the logits are the decoder's own output in training: dropout after it, say, shows nowhere else."""
+    projected: list[Any] = []
+    seen = model.get_output_embeddings().register_forward_hook(lambda _m, _i, output: projected.append(output))
+    try:
+        with _modes(model), torch.no_grad():
+            model.train()
+            base.eval()  # which may update statistics in training, and is no matter here
+            logits = model(**inputs)[1]
+    finally:
+        seen.remove()
+    return [x.data_ptr() for x in projected if isinstance(x, Tensor)] == [logits.data_ptr()]
 
 
 def _loss_or_none(model: Any, inputs: dict[str, Tensor]) -> Tensor | None:
@@ -383,12 +399,19 @@ def _perturbed_head(model: nn.Module, base: nn.Module) -> Iterator[None]:
 @contextmanager
 def _no_dropout(model: nn.Module) -> Iterator[None]:
     """Every module in evaluation mode, except the model itself, so that its head is sparse; random state restored."""
+    with _modes(model):
+        model.eval()
+        model.training = True
+        yield
+
+
+@contextmanager
+def _modes(model: nn.Module) -> Iterator[None]:
+    """Modes and random state come out as they were."""
     modes = [(module, module.training) for module in model.modules()]
     devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
     try:
         with torch.random.fork_rng(devices):
-            model.eval()
-            model.training = True
             yield
     finally:
         for module, mode in modes:

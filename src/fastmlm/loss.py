@@ -5,7 +5,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fastmlm import _ops
 
@@ -68,17 +67,19 @@ def linear_cross_entropy(
     """``F.cross_entropy(F.linear(input, linear_weight, linear_bias).float(), target, reduction="mean")``
 
     Ignored rows are dropped before they are multiplied, the rest go through in chunks (:mod:`fastmlm.chunked`), and
-    gradients are computed with the loss, so the logits of all rows never exist at once.
+    gradients are computed with the loss, so the logits of all rows never exist at once. They are computed anew in the
+    backward pass with ``reduction="none"``, and in float16, where a scaled loss must scale them before they are
+    rounded. Gradients of gradients hold all logits; ``torch.func`` is not served.
 
     Args:
         input: (..., H), any floating type; under autocast, its type.
         linear_weight: (V, H). Its gradient is summed in float32 at least.
         target: (...), int32 or int64, in [0, V) or ``ignore_index``.
         linear_bias: (V,).
-        weight_per_row: (...), what the loss of each row is multiplied by (masked diffusion: 1 / p).
+        weight_per_row: (...), what the loss of each row is multiplied by (masked diffusion: 1 / p); has no gradient.
         ignore_index: rows of this target take no part.
         reduction: ``"mean"`` over the rows that take part, whatever their weights; ``"sum"``; or ``"none"``, (...) with
-            0 where ignored, whose gradients are computed anew in the backward pass.
+            0 where ignored.
         label_smoothing: share of each target spread evenly over all of V.
 
     Returns:
@@ -89,7 +90,7 @@ def linear_cross_entropy(
     """
     _check_linear(input, linear_weight, target, linear_bias, weight_per_row, reduction, label_smoothing)
     device = input.device.type
-    if torch.is_autocast_enabled(device):
+    if torch.is_autocast_enabled(device) and input.dtype != torch.float64:  # as F.linear does
         dtype = torch.get_autocast_dtype(device)
         input, linear_weight = input.to(dtype), linear_weight.to(dtype)
         linear_bias = None if linear_bias is None else linear_bias.to(dtype)
@@ -108,7 +109,7 @@ def linear_cross_entropy(
     tensors = (input, linear_weight, linear_bias)
     needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in tensors]
     loss = _LinearCrossEntropy.apply(
-        rows, linear_weight, linear_bias, labels, scale.detach(), ignore_index, label_smoothing, needs, reduction
+        rows, linear_weight, linear_bias, labels, scale, ignore_index, label_smoothing, needs, reduction
     )
     return loss.reshape(target.shape) if reduction == "none" else loss
 
@@ -125,28 +126,37 @@ class _LinearCrossEntropy(torch.autograd.Function):
         label_smoothing: float, needs: list[bool], reduction: str,
     ) -> Tensor:  # fmt: skip
         ctx.settings, ctx.reduced = (ignore_index, label_smoothing, needs), reduction != "none"
-        now = needs if ctx.reduced else [False] * 3
+        now = needs if ctx.reduced and input.dtype != torch.float16 else [False] * 3
         losses, *gradients = _ops.linear_cross_entropy(
             input, weight, bias, target, scale, ignore_index, label_smoothing, now
         )
         ctx.save_for_backward(input, weight, bias, target, scale)
-        ctx.gradients = gradients if ctx.reduced else None
+        ctx.gradients = gradients if any(now) else None
         return (losses * scale).sum() if ctx.reduced else losses * scale
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
         ignore_index, label_smoothing, needs = ctx.settings
         gradients, ctx.gradients = ctx.gradients, None
-        if gradients is None:
-            input, weight, bias, target, scale = ctx.saved_tensors
+        input, weight, bias, target, scale = ctx.saved_tensors
+        if torch.is_grad_enabled():  # somebody wants gradients of these gradients
+            logits = F.linear(input, weight, bias).to(scale.dtype)
+            losses = F.cross_entropy(
+                logits, target, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none"
+            )
+            asked_for = [tensor for tensor, needed in zip((input, weight, bias), needs, strict=True) if needed]
+            found = iter(torch.autograd.grad((losses * scale * grad_output).sum(), asked_for, create_graph=True))
+            gradients = [next(found) if needed else None for needed in needs]
+        elif gradients is None:
             _, *gradients = _ops.linear_cross_entropy(
                 input, weight, bias, target, scale * grad_output, ignore_index, label_smoothing, needs
             )
         else:
-            on_cpu = grad_output.device.type == "cpu" and not torch.compiler.is_compiling()
-            if not (on_cpu and grad_output.item() == 1):  # as it is where nothing follows the loss
-                gradients = [gradient.mul_(grad_output.to(gradient.dtype)) for gradient in gradients]
+            if grad_output.device.type == "cpu" and not torch.compiler.is_compiling():
+                factor = grad_output.item()
+                gradients = gradients if factor == 1 else [gradient.mul_(factor) for gradient in gradients]
+            else:  # in the wider type: not to round the factor to bfloat16
+                gradients = [(gradient.to(scale.dtype) * grad_output).to(gradient.dtype) for gradient in gradients]
         asked = [gradient if needed else None for gradient, needed in zip(gradients, needs, strict=True)]
         return *asked, None, None, None, None, None, None
 
@@ -162,18 +172,19 @@ def _check_linear(
 ) -> None:
     if not input.is_floating_point() or input.dim() < 1:
         raise TypeError(f"input: expected floating numbers, (..., H), got {_describe(input)}")
-    if weight.dim() != 2 or weight.shape[1] != input.shape[-1] or weight.dtype != input.dtype:
-        autocast = torch.is_autocast_enabled(input.device.type)
-        if not (autocast and weight.dim() == 2 and weight.shape[1] == input.shape[-1] and weight.is_floating_point()):
-            raise ValueError(
-                f"linear_weight: expected (V, {input.shape[-1]}) {input.dtype}, like input, got {_describe(weight)}"
-            )
+    cast = torch.is_autocast_enabled(input.device.type) and input.dtype != torch.float64  # types become the same
+    if weight.dim() != 2 or weight.shape[1] != input.shape[-1] or not (cast or weight.dtype == input.dtype):
+        raise ValueError(
+            f"linear_weight: expected (V, {input.shape[-1]}) {input.dtype}, like input, got {_describe(weight)}"
+        )
     if target.dtype not in (torch.int32, torch.int64) or target.shape != input.shape[:-1]:
         raise ValueError(f"target: expected int32 or int64 {tuple(input.shape[:-1])}, got {_describe(target)}")
-    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != weight.dtype):
+    if bias is not None and (bias.shape != weight.shape[:1] or not (cast or bias.dtype == weight.dtype)):
         raise ValueError(f"linear_bias: expected {tuple(weight.shape[:1])} {weight.dtype}, got {_describe(bias)}")
     if weight_per_row is not None and weight_per_row.shape != target.shape:
         raise ValueError(f"weight_per_row: expected the shape of target, got {_describe(weight_per_row)}")
+    if weight_per_row is not None and weight_per_row.requires_grad:
+        raise ValueError("weight_per_row: expected numbers without a gradient, got a tensor that requires one")
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction: expected 'mean', 'sum' or 'none', got {reduction!r}")
     if not 0 <= label_smoothing <= 1:

@@ -89,7 +89,8 @@ def mask_tokens(
     if _readable(ids):
         _check_values(ids, spec, attention_mask, units, cu_seqlens, impl)
     if out is not None:
-        _check_out(out, input_ids, ids.dtype)
+        read = (attention_mask, special_tokens_mask, units, cu_seqlens, row_keys, limits, seed_tensor)
+        _check_out(out, input_ids, ids.dtype, read)
     if ids.numel() == 0:
         return MaskedTokens(*(out or (ids.reshape(input_ids.shape).clone(), ids.reshape(input_ids.shape).clone())))
     flags, random_ids = spec.tables(ids.device)
@@ -125,11 +126,11 @@ def mask_tokens(
 
 def row_keys(input_ids: Tensor, attention_mask: Tensor | None = None, impl: str | None = None) -> Tensor:
     """:func:`fastmlm.philox.row_keys`, by the implementation named or the fastest: (B, S) → (B,) int64."""
+    attention_mask = _check_like("attention_mask", attention_mask, input_ids)
     if resolve(impl, input_ids.device) != "cpp" or input_ids.dtype not in (torch.int64, torch.int32):
         return philox.row_keys(input_ids, attention_mask)
     weights = philox.position_weights(input_ids.shape[1], input_ids.device)
-    mask = None if attention_mask is None else attention_mask.contiguous()
-    return kernel("cpp", "masking.row_keys")(input_ids.contiguous(), mask, weights)
+    return kernel("cpp", "masking.row_keys")(input_ids.contiguous(), attention_mask, weights)
 
 
 def _readable(tensor: Tensor) -> bool:
@@ -233,8 +234,10 @@ def _check_probability(
     return 0, (limits.expand(rows, 1) if p.dim() == 0 else limits).contiguous()
 
 
-def _check_out(out: tuple[Tensor, Tensor], input_ids: Tensor, dtype: torch.dtype) -> None:
-    """Two tensors like the result, apart in memory from each other and, unless they are the same, from input_ids."""
+def _check_out(
+    out: tuple[Tensor, Tensor], input_ids: Tensor, dtype: torch.dtype, read: tuple[Tensor | None, ...]
+) -> None:
+    """Two tensors like the result, apart in memory from each other, what is read and, unless the same, input_ids."""
     tensors = isinstance(out, tuple) and len(out) == 2 and all(isinstance(tensor, Tensor) for tensor in out)
     alike = tensors and all(
         tensor.dtype is dtype
@@ -251,15 +254,23 @@ def _check_out(out: tuple[Tensor, Tensor], input_ids: Tensor, dtype: torch.dtype
         )
     if torch.compiler.is_compiling():
         return  # addresses are not known yet
-    size, output, labels = out[0].nbytes, out[0].data_ptr(), out[1].data_ptr()
-    start, end = input_ids.data_ptr(), input_ids.data_ptr() + size
-    if not input_ids.is_contiguous():  # anywhere in its memory
-        start = input_ids.untyped_storage().data_ptr()
-        end = start + input_ids.untyped_storage().nbytes()
-    in_place = out[0] is input_ids or (output == start and end == start + size)
-    apart = output + size <= start or end <= output
-    if (abs(output - labels) < size) or not (in_place or apart) or not (labels + size <= start or end <= labels):
+    output, labels, ids = _span(out[0]), _span(out[1]), _span(input_ids)
+    others = [_span(tensor) for tensor in read if tensor is not None]
+    shared = _meet(output, labels) or _meet(labels, ids) or (output != ids and _meet(output, ids))
+    if shared or any(_meet(mine, other) for mine in (output, labels) for other in others):
         raise ValueError("out: expected tensors that share no memory (the first may be input_ids), got some that do")
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Where a tensor lies in memory; one with gaps may lie anywhere in its storage."""
+    if tensor.is_contiguous():
+        return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+
+
+def _meet(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    return one[0] < other[1] and other[0] < one[1]
 
 
 def _check_values(

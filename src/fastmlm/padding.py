@@ -148,13 +148,17 @@ def _bad_row(features: Sequence[Any], name: str) -> Exception:
 
 def _without_buffers(column: Column) -> Column:
     """The column, with what offers its memory by the buffer protocol (``array.array``, ``memoryview``) as arrays."""
-    known = (list, dict, tuple, range, str, bytes, int, float, type(None), np.ndarray, np.generic, Tensor)
-    if isinstance(column[0], known):
+    known = (list, dict, tuple, range, str, bytes, bytearray, int, float, type(None), np.ndarray, np.generic, Tensor)
+    if all(issubclass(kind, known) for kind in set(map(type, column))):
         return column
+    return [row if isinstance(row, known) else _array_of_buffer(row) for row in column]
+
+
+def _array_of_buffer(row: Any) -> Any:
     try:
-        return [np.asarray(memoryview(row)) for row in column]
+        return np.asarray(memoryview(row))
     except TypeError:
-        return column
+        return row
 
 
 def _lengths(column: Column) -> list[int]:
@@ -192,7 +196,9 @@ def _length(row: Any, index: int) -> int:
 def _column(name: str, column: Column, layout: _Layout, fill: int) -> Any:
     first = column[0]
     words = isinstance(first, (list, tuple)) and isinstance(next(iter(first), None), str) and name != "input_ids"
-    if words or isinstance(first, (str, bytes)):  # numpy's strings are among its numbers' types: ask for them first
+    if words or isinstance(
+        first, (str, bytes, bytearray)
+    ):  # numpy's strings are among its numbers' types: ask for them first
         return list(column)
     if layout.native and isinstance(first, (list, tuple, np.ndarray)):
         packed = kernel("cpp", "rows.pack")(column, layout.lengths, layout.width, layout.left, fill)
@@ -298,6 +304,8 @@ def _array(name: str, index: int, row: Any) -> np.ndarray:
         row = [-1 if word is None else word for word in row]
     if name == "input_ids" and isinstance(row, (list, tuple)) and not _BOOLS.isdisjoint(map(type, row)):
         raise _bad_id(row, index)
+    if isinstance(row, bytearray):
+        raise TypeError(f"{name}, row {index}: expected numbers, got {row!r:.80}")
     try:
         array = np.asarray(row)
     except ValueError as error:  # ragged inside

@@ -82,6 +82,11 @@ def units_by_id(
         special_tokens_mask, attention_mask: (B, S) integers or bool, or None.
         impl: as in :func:`fastmlm.mask_tokens`; both give the same.
     """
+    for mask in (attention_mask, special_tokens_mask):
+        if mask is not None and (mask.shape != input_ids.shape or mask.device != input_ids.device):
+            raise ValueError(
+                f"masks: expected the shape {tuple(input_ids.shape)} of input_ids, got {tuple(mask.shape)}"
+            )
     masks = [None if mask is None else mask.contiguous() for mask in (attention_mask, special_tokens_mask)]
     if resolve(impl, input_ids.device) == "cpp" and input_ids.dtype in (torch.int64, torch.int32):
         return kernel("cpp", "masking.word_units")(input_ids.contiguous(), flags, marks, *masks)
