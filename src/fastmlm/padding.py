@@ -196,26 +196,25 @@ def _length(row: Any, index: int) -> int:
 def _column(name: str, column: Column, layout: _Layout, fill: int) -> Any:
     first = column[0]
     words = isinstance(first, (list, tuple)) and isinstance(next(iter(first), None), str) and name != "input_ids"
-    if words or isinstance(
-        first, (str, bytes, bytearray)
-    ):  # numpy's strings are among its numbers' types: ask for them first
+    # numpy's strings are among its numbers' types: ask for strings first
+    if words or isinstance(first, (str, bytes, bytearray)):
         return list(column)
     if layout.native and isinstance(first, (list, tuple, np.ndarray)):
         packed = kernel("cpp", "rows.pack")(column, layout.lengths, layout.width, layout.left, fill)
-        if packed is not None:
-            return packed
-    if name == "input_ids":
-        for i, row in enumerate(column):
-            _length(row, i)
-    if isinstance(first, (list, tuple, range)):
-        packed = _pack_lists(name, column, layout, fill)
         if packed is not None:
             return packed
     elif isinstance(first, (Tensor, np.ndarray)):
         flat = _flat(column, layout)
         if flat is not None:
             return _spread(flat, layout, fill)
-    elif not isinstance(first, (bool, int, float, np.generic)):
+    if name == "input_ids":  # whatever they are, they were none of the usual
+        for i, row in enumerate(column):
+            _length(row, i)
+    if isinstance(first, (list, tuple, range)):
+        packed = _pack_lists(name, column, layout, fill)
+        if packed is not None:
+            return packed
+    elif not isinstance(first, (bool, int, float, np.generic, np.ndarray, Tensor)):
         if name in _PER_TOKEN:
             raise TypeError(f"{name}, row 0: expected one integer a token, got {type(first).__name__}")
         return list(column)
@@ -233,7 +232,9 @@ def _flat(column: Column, layout: _Layout) -> Tensor | None:
         except RuntimeError:  # of different dimensions
             return None
         return flat.cpu().to(torch.int64) if flat.dim() == 1 else None
-    if set(map(type, column)) != {np.ndarray} or {row.ndim for row in column} != {1}:
+    if set(map(type, column)) != {np.ndarray}:
+        return None
+    if not {(row.dtype.kind, row.ndim) for row in column} <= {("i", 1), ("u", 1)}:
         return None
     if list(map(len, column)) != layout.lengths:
         return None
