@@ -4,6 +4,7 @@ import copy
 import warnings
 from typing import Any
 
+import peft
 import pytest
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,6 @@ TARGETS = {
 
 def with_lora(model: nn.Module, targets: list[str]) -> Any:
     """LoRA starts as no change at all, so its weights are perturbed."""
-    peft = pytest.importorskip("peft")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of tied weights, which nobody merges here
         adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=targets, r=2)).double().train()
