@@ -15,7 +15,7 @@ RANK = {
     "cli": 6, "trainer": 6, "testing": 6,
     "": 5,  # fastmlm itself re-exports
     "collator": 4, "head": 4, "feeding": 4,
-    "padding": 3, "packing": 3, "seeding": 3, "hf_random": 3,  # what the collator is made of
+    "padding": 3, "packing": 3, "seeding": 3, "hf_random": 3, "head_check": 3,  # what collator and head are made of
     "masking": 2, "loss": 2, "strategies": 2,
     "dispatch": 1, "_ops": 1, "reference": 1,
     "spec": 0, "philox": 0, "chunked": 0,

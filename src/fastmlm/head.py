@@ -15,7 +15,6 @@ every call, because each change of a ContextVar makes a token. Saying so loads `
 
 import dataclasses
 import inspect
-import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from fastmlm import head_check
 from fastmlm.loss import linear_cross_entropy, masked_lm_loss
 
 if TYPE_CHECKING:
@@ -36,13 +36,6 @@ if TYPE_CHECKING:
 _Model = TypeVar("_Model", bound=nn.Module)
 
 _IGNORE_INDEX = -100  # what the models themselves ignore; not ours to choose
-
-# How far the sparse loss may lie from the model's own, relative to it. Both see the same hidden states, so only the
-# order of summation inside the head differs: a few roundings, for which 1e-4 is ample in float32, as TF32 too (some
-# models compute their loss in float32 even where all else is float64). A model in half precision may also round its own
-# loss, per row and per addition: 4 units in the last place. A row from a wrong position changes it by some percent.
-_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-
 
 # Labels of pairs of sentences, whose loss pretraining models add to that of the tokens, and the logits they belong to.
 _PAIR_LABELS = {"next_sentence_label": "seq_relationship_logits", "sentence_order_label": "sop_logits"}
@@ -289,6 +282,11 @@ def _unwrap(model: Any) -> Any:
             return model
 
 
+def _pair_labels(model: nn.Module) -> str | None:
+    """The argument that takes labels of pairs of sentences, if the model's forward has one."""
+    return next((name for name in _PAIR_LABELS if name in inspect.signature(type(model).forward).parameters), None)
+
+
 def _apply(model: Any, base: nn.Module, fused: bool) -> None:
     handles = (
         model.register_forward_pre_hook(_take_labels, with_kwargs=True),
@@ -297,7 +295,7 @@ def _apply(model: Any, base: nn.Module, fused: bool) -> None:
         model.register_forward_hook(_put_loss, with_kwargs=True, always_call=True),
     )
     arguments = tuple(inspect.signature(type(model).forward).parameters)[1:]  # without self
-    pair_labels = next((name for name in _PAIR_LABELS if name in arguments), None)
+    pair_labels = _pair_labels(model)
     replaced = {key: value for key, value in model.__dict__.items() if key == "accepts_loss_kwargs"}
     model._fastmlm_sparse = _Applied(handles, fused, arguments, pair_labels, replaced)
     # The number of tokens divides the loss of the tokens alone: with another loss beside it, the Trainer is to divide
@@ -310,16 +308,16 @@ def _apply_and_compare(model: Any, base: nn.Module) -> tuple[float, float, bool]
 
     The loss is left to be computed in place of the decoder if that gives the same, else by the model's own decoder.
     """
-    inputs = _tiny_batch(model)
-    untouched = _gives_what_its_decoder_gives(model, base, inputs)
+    inputs = head_check.tiny_batch(model, _IGNORE_INDEX, _pair_labels(model))
+    untouched = head_check.gives_what_its_decoder_gives(model, base, inputs)
     hidden: list[Tensor] = []
     seen = base.register_forward_hook(lambda _module, _inputs, output: hidden.append(output[0].float()))
     try:
-        with _perturbed_head(model, base), _no_dropout(model), torch.no_grad():
+        with head_check.perturbed_head(model, base), head_check.no_dropout(model), torch.no_grad():
             dense, logits = model(**inputs)[:2]
             _apply(model, base, fused=untouched)
-            fused = _loss_or_none(model, inputs)
-            if fused is None or not _close(dense, fused, logits.dtype):
+            fused = head_check.loss_or_none(model, inputs)
+            if fused is None or not head_check.close(dense, fused, logits.dtype):
                 model._fastmlm_sparse = dataclasses.replace(model._fastmlm_sparse, fused=False)
             sparse = model(**inputs)[0]
     finally:
@@ -327,92 +325,9 @@ def _apply_and_compare(model: Any, base: nn.Module) -> tuple[float, float, bool]
     # The loss alone would not tell in half precision: without labels the base model must do what it does with them.
     if not torch.allclose(hidden[0], hidden[-1], rtol=1e-3, atol=1e-3 * float(hidden[0].abs().max())):
         raise ValueError("its hidden states depend on the labels")
-    return float(dense), float(sparse), _close(dense, sparse, logits.dtype)
-
-
-def _gives_what_its_decoder_gives(model: Any, base: nn.Module, inputs: dict[str, Tensor]) -> bool:
-    """Whether the logits are the decoder's own output in training: dropout after it, say, shows nowhere else."""
-    projected: list[Any] = []
-    seen = model.get_output_embeddings().register_forward_hook(lambda _m, _i, output: projected.append(output))
-    try:
-        with _modes(model), torch.no_grad():
-            model.train()
-            base.eval()  # which may update statistics in training, and is no matter here
-            logits = model(**inputs)[1]
-    finally:
-        seen.remove()
-    return [x.data_ptr() for x in projected if isinstance(x, Tensor)] == [logits.data_ptr()]
-
-
-def _loss_or_none(model: Any, inputs: dict[str, Tensor]) -> Tensor | None:
-    """The loss, unless the model cannot do without logits."""
-    try:
-        return model(**inputs)[0]
-    except Exception:
-        return None
-
-
-def _close(dense: Tensor, sparse: Tensor, dtype: torch.dtype) -> bool:
-    """Whether two losses of a model that computes in a type are the same up to rounding; not where either is NaN."""
-    return math.isclose(float(dense), float(sparse), rel_tol=_TOLERANCE[dtype])
+    return float(dense), float(sparse), head_check.close(dense, sparse, logits.dtype)
 
 
 def _is_partial(parameter: Tensor) -> bool:
     """Whether this process holds no or only some of its values: on meta, a DTensor, or partitioned by DeepSpeed."""
     return parameter.is_meta or hasattr(parameter, "device_mesh") or hasattr(parameter, "ds_id")
-
-
-def _tiny_batch(model: Any) -> dict[str, Tensor]:
-    """Two rows of eight ordinary ids, with 4 and 2 of them selected."""
-    embedding = model.get_input_embeddings().weight
-    projection = getattr(model.get_output_embeddings(), "weight", embedding)  # an adaptive softmax has several
-    vocab_size = min(embedding.shape[0], projection.shape[0])
-    special = [value for key, value in model.config.to_dict().items() if key.endswith("_token_id")]
-    ordinary = torch.tensor([id_ for id_ in range(vocab_size) if id_ not in special] or range(vocab_size), device="cpu")
-    generator = torch.Generator("cpu").manual_seed(0)
-    drawn = ordinary[torch.randint(len(ordinary), (2, 2, 8), generator=generator, device="cpu")]
-    input_ids, labels = drawn.to(embedding.device)
-    selected = torch.tensor([[0, 1, 1, 0, 0, 1, 0, 1], [0, 0, 0, 1, 0, 0, 1, 0]], device=labels.device).bool()
-    inputs = {"input_ids": input_ids, "labels": labels.where(selected, _IGNORE_INDEX)}
-    pairs = [name for name in _PAIR_LABELS if name in inspect.signature(type(model).forward).parameters]
-    return inputs | {name: torch.tensor([0, 1], device=labels.device) for name in pairs}
-
-
-@contextmanager
-def _perturbed_head(model: nn.Module, base: nn.Module) -> Iterator[None]:
-    """Add noise to every parameter outside the base model: a bias or adapter of zeros could hide a mistake."""
-    inside = {id(parameter) for parameter in base.parameters()}
-    head = [p for p in model.parameters() if id(p) not in inside and p.is_floating_point()]
-    originals = [parameter.detach().clone() for parameter in head]
-    try:
-        with torch.no_grad():
-            for seed, parameter in enumerate(head):
-                generator = torch.Generator(parameter.device).manual_seed(seed)
-                parameter.add_(torch.empty_like(parameter).normal_(std=0.1, generator=generator))
-        yield
-    finally:
-        with torch.no_grad():
-            for parameter, original in zip(head, originals, strict=True):
-                parameter.copy_(original)
-
-
-@contextmanager
-def _no_dropout(model: nn.Module) -> Iterator[None]:
-    """Every module in evaluation mode, except the model itself, so that its head is sparse; random state restored."""
-    with _modes(model):
-        model.eval()
-        model.training = True
-        yield
-
-
-@contextmanager
-def _modes(model: nn.Module) -> Iterator[None]:
-    """Modes and random state come out as they were."""
-    modes = [(module, module.training) for module in model.modules()]
-    devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
-    try:
-        with torch.random.fork_rng(devices):
-            yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
