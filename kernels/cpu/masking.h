@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "isa.h"
+
 namespace fastmlm {
 
 // A mask of one value a token, of any integer type: only whether a value is 0 counts. Null: none was given.
@@ -55,14 +57,11 @@ using MaskTokens = bool (*)(const Batch&, uint32_t* scratch);
 using RowKeys = void (*)(const void* ids, int id_size, const Flags& attention_mask, const uint64_t* weights,
                          int64_t rows, int64_t length, uint64_t* keys);
 
-struct Kernels {
-  const char* isa;
+struct MaskingKernels {
   MaskTokens mask_tokens;
   RowKeys row_keys;
 };
 
-const Kernels* kernels_plain();
-const Kernels* kernels_avx2();    // null where the compiler or the processor lacks it
-const Kernels* kernels_avx512();
+const MaskingKernels& masking_kernels(Isa isa);
 
 }  // namespace fastmlm

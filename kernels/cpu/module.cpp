@@ -4,6 +4,7 @@
 #include <Python.h>
 
 #include <algorithm>
+#include <iterator>
 #include <new>
 #include <string>
 #include <vector>
@@ -12,6 +13,7 @@
 #include <sys/mman.h>
 #endif
 
+#include "linear_cross_entropy.h"
 #include "lists.h"
 #include "masking.h"
 #include "pack.h"
@@ -20,18 +22,17 @@
 namespace fastmlm {
 namespace {
 
-const Kernels* available(const char* isa) {
-  for (const Kernels* kernels : {kernels_avx512(), kernels_avx2(), kernels_plain()})
-    if (kernels && (!isa || std::string(isa) == kernels->isa)) return kernels;
-  return nullptr;
-}
-
-// The kernels in use: the widest the processor has; select_isa changes it for tests and benchmarks.
-const Kernels* current = available(nullptr);
+// The instruction set in use: the widest the processor has; select_isa changes it for tests and benchmarks.
+Isa current = *std::find_if(std::begin(kWidestFirst), std::end(kWidestFirst), supported);
 
 template <class T>
 const T* pointer(unsigned long long address) {
   return reinterpret_cast<const T*>(static_cast<uintptr_t>(address));
+}
+
+template <class T>
+T* writable(unsigned long long address) {
+  return const_cast<T*>(pointer<T>(address));
 }
 
 // Ask for huge pages behind a large buffer about to be written for the first time: touching it in pages of 4 KB costs
@@ -59,8 +60,8 @@ PyObject* mask_tokens(PyObject*, PyObject* args) {
                         &exclude))
     return nullptr;
   const Batch batch{pointer<void>(ids),
-                    const_cast<void*>(pointer<void>(output)),
-                    const_cast<void*>(pointer<void>(labels)),
+                    writable<void>(output),
+                    writable<void>(labels),
                     id_size,
                     rows,
                     length,
@@ -93,7 +94,7 @@ PyObject* mask_tokens(PyObject*, PyObject* args) {
   const int64_t bytes = (batch.offsets ? length : rows * length) * id_size;
   expect_writes(batch.output_ids, bytes);
   expect_writes(batch.labels, bytes);
-  in_range = current->mask_tokens(batch, scratch.data());
+  in_range = masking_kernels(current).mask_tokens(batch, scratch.data());
   Py_END_ALLOW_THREADS;
   return PyBool_FromLong(in_range);
 }
@@ -106,8 +107,8 @@ PyObject* row_keys(PyObject*, PyObject* args) {
                         &length, &keys))
     return nullptr;
   Py_BEGIN_ALLOW_THREADS;
-  current->row_keys(pointer<void>(ids), id_size, {pointer<uint8_t>(attention), attention_size},
-                    pointer<uint64_t>(weights), rows, length, const_cast<uint64_t*>(pointer<uint64_t>(keys)));
+  masking_kernels(current).row_keys(pointer<void>(ids), id_size, {pointer<uint8_t>(attention), attention_size},
+                    pointer<uint64_t>(weights), rows, length, writable<uint64_t>(keys));
   Py_END_ALLOW_THREADS;
   Py_RETURN_NONE;
 }
@@ -121,7 +122,7 @@ PyObject* word_units(PyObject*, PyObject* args) {
     return nullptr;
   const Flags attention_mask{pointer<uint8_t>(attention), attention_size};
   const Flags special_mask{pointer<uint8_t>(special), special_size};
-  int64_t* out = const_cast<int64_t*>(pointer<int64_t>(units));
+  int64_t* out = writable<int64_t>(units);
   Py_BEGIN_ALLOW_THREADS;
   if (id_size == 8)
     fastmlm::word_units(pointer<int64_t>(ids), pointer<uint8_t>(flags), pointer<uint8_t>(starts), vocab_size,
@@ -146,6 +147,62 @@ PyObject* units_fit(PyObject*, PyObject* args) {
   return PyBool_FromLong(fit);
 }
 
+// Runs what touches no Python object, and may want memory, while other threads of Python go on.
+template <class F>
+PyObject* without_gil(F f) {
+  bool enough_memory = true;
+  Py_BEGIN_ALLOW_THREADS;
+  try {
+    f();
+  } catch (const std::bad_alloc&) {
+    enough_memory = false;
+  }
+  Py_END_ALLOW_THREADS;
+  if (!enough_memory) return PyErr_NoMemory();
+  Py_RETURN_NONE;
+}
+
+PyObject* cross_entropy(PyObject*, PyObject* args) {
+  unsigned long long data, bias, targets, scale, losses, bias_grad, ranks;
+  long long rows, vocab_size;
+  double label_smoothing;
+  int half, gradients, threads;
+  if (!PyArg_ParseTuple(args, "KpKKKKKKLLdpi:cross_entropy", &data, &half, &bias, &targets, &scale, &losses, &bias_grad,
+                        &ranks, &rows, &vocab_size, &label_smoothing, &gradients, &threads))
+    return nullptr;
+  const Logits logits{writable<void>(data),
+                      half != 0,
+                      pointer<float>(bias),
+                      pointer<int64_t>(targets),
+                      pointer<float>(scale),
+                      writable<float>(losses),
+                      writable<float>(bias_grad),
+                      writable<int64_t>(ranks),
+                      rows,
+                      vocab_size,
+                      label_smoothing,
+                      gradients != 0};
+  return without_gil([&] { fastmlm::cross_entropy(logits, threads, current); });
+}
+
+PyObject* add_to_sums(PyObject*, PyObject* args) {
+  unsigned long long high, low, numbers;
+  long long count;
+  int threads;
+  if (!PyArg_ParseTuple(args, "KKKLi:add_to_sums", &high, &low, &numbers, &count, &threads)) return nullptr;
+  const Sums sums{writable<uint16_t>(high), writable<uint8_t>(low), count};
+  return without_gil([&] { add(sums, pointer<uint16_t>(numbers), threads, current); });
+}
+
+PyObject* round_sums(PyObject*, PyObject* args) {
+  unsigned long long high, low;
+  long long count;
+  int threads;
+  if (!PyArg_ParseTuple(args, "KKLi:round_sums", &high, &low, &count, &threads)) return nullptr;
+  const Sums sums{writable<uint16_t>(high), writable<uint8_t>(low), count};
+  return without_gil([&] { round_to_high(sums, threads, current); });
+}
+
 PyObject* pack_rows(PyObject*, PyObject* args) {
   PyObject *column, *lengths;
   unsigned long long out;
@@ -162,7 +219,7 @@ PyObject* pack_rows(PyObject*, PyObject* args) {
       counts.push_back(PyLong_AsLongLong(PyList_GET_ITEM(lengths, i)));
       if (counts.back() == -1 && PyErr_Occurred()) return nullptr;
     }
-    int64_t* to = const_cast<int64_t*>(pointer<int64_t>(out));
+    int64_t* to = writable<int64_t>(out);
     expect_writes(to, static_cast<int64_t>(counts.size()) * width * 8);
     return pack(column, to, counts.data(), width, left != 0, fill);
   } catch (const std::bad_alloc&) {
@@ -179,7 +236,7 @@ PyObject* list_lengths(PyObject*, PyObject* args) {
     return nullptr;
   const ListColumn column{pointer<ListPart>(parts), offset_size, value_size, value_signed != 0};
   const ListRows rows{pointer<int64_t>(part), pointer<int64_t>(place), count};
-  return PyLong_FromLongLong(fastmlm::list_lengths(column, rows, const_cast<int64_t*>(pointer<int64_t>(out))));
+  return PyLong_FromLongLong(fastmlm::list_lengths(column, rows, writable<int64_t>(out)));
 }
 
 PyObject* gather_lists(PyObject*, PyObject* args) {
@@ -191,7 +248,7 @@ PyObject* gather_lists(PyObject*, PyObject* args) {
     return nullptr;
   const ListColumn column{pointer<ListPart>(parts), offset_size, value_size, value_signed != 0};
   const ListRows rows{pointer<int64_t>(part), pointer<int64_t>(place), count};
-  int64_t* to = const_cast<int64_t*>(pointer<int64_t>(out));
+  int64_t* to = writable<int64_t>(out);
   Py_BEGIN_ALLOW_THREADS;
   expect_writes(to, count * width * 8);
   bad = fastmlm::gather_lists(column, rows, pointer<int64_t>(lengths), to, width, left != 0, fill);
@@ -201,8 +258,8 @@ PyObject* gather_lists(PyObject*, PyObject* args) {
 
 PyObject* isas(PyObject*, PyObject*) {
   PyObject* names = PyList_New(0);
-  for (const Kernels* kernels : {kernels_avx512(), kernels_avx2(), kernels_plain()}) {
-    PyObject* name = kernels && names ? PyUnicode_FromString(kernels->isa) : nullptr;
+  for (Isa isa : kWidestFirst) {
+    PyObject* name = supported(isa) && names ? PyUnicode_FromString(name_of(isa)) : nullptr;
     if (name && PyList_Append(names, name) < 0) Py_CLEAR(names);
     Py_XDECREF(name);
   }
@@ -212,10 +269,12 @@ PyObject* isas(PyObject*, PyObject*) {
 PyObject* select_isa(PyObject*, PyObject* args) {
   const char* name;
   if (!PyArg_ParseTuple(args, "z:select_isa", &name)) return nullptr;
-  const Kernels* found = available(name);
-  if (!found) return PyErr_Format(PyExc_ValueError, "isa: this processor or build has no %s", name);
-  current = found;
-  return PyUnicode_FromString(current->isa);
+  for (Isa isa : kWidestFirst) {
+    if (!supported(isa) || (name && std::string(name) != name_of(isa))) continue;
+    current = isa;
+    return PyUnicode_FromString(name_of(isa));
+  }
+  return PyErr_Format(PyExc_ValueError, "isa: this processor or build has no %s", name);
 }
 
 PyMethodDef methods[] = {
@@ -223,6 +282,9 @@ PyMethodDef methods[] = {
     {"row_keys", row_keys, METH_VARARGS, "The row keys of the draw law, by content."},
     {"word_units", word_units, METH_VARARGS, "The first token of each token's word; kernels/cpu/words.h has the rule."},
     {"units_fit", units_fit, METH_VARARGS, "Whether no unit starts after its own tokens."},
+    {"cross_entropy", cross_entropy, METH_VARARGS, "Losses of rows of logits, which become their gradients."},
+    {"add_to_sums", add_to_sums, METH_VARARGS, "Add bfloat16 numbers to sums of 24 bits."},
+    {"round_sums", round_sums, METH_VARARGS, "Round sums of 24 bits to bfloat16, where their high parts are."},
     {"pack_rows", pack_rows, METH_VARARGS, "Lists of ints into a padded int64 array."},
     {"list_lengths", list_lengths, METH_VARARGS, "Lengths of rows of an Arrow list column; kernels/cpu/lists.h."},
     {"gather_lists", gather_lists, METH_VARARGS, "Rows of an Arrow list column into a padded int64 array."},

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from fastmlm.dispatch import kernel, resolve
 
+LOSS_IMPLS = ("reference", "cpp")  # that linear_cross_entropy has so far
+
 _library = torch.library.Library("fastmlm", "DEF")
 
 # input_ids (B, S) int64 or int32, contiguous; packed: (1, N) with cu_seqlens (rows + 1).
@@ -27,12 +29,15 @@ _library.define(f"mask_tokens({_MASK_TOKENS}) -> (Tensor, Tensor)")
 # output_ids and labels like input_ids; output_ids may be input_ids.
 _library.define(f"mask_tokens.out({_MASK_TOKENS}, *, Tensor(a!) output_ids, Tensor(b!) labels) -> ()")
 
-# input (N, H), weight (V, H) and bias (V,) of one floating type; target (N,) int64, in [0, V) or ignore_index.
-# Gives the loss of each row, (N,), 0 where ignored, and the gradients of (losses * scale).sum() of which `needs` says
-# which: of input, weight and bias, in their types; tensors of no elements in place of the others.
+# input (N, H), weight (V, H) and bias (V,) of one floating type; target (N,) int64, in [0, V) or ignore_index; scale
+# (N,) float32 (float64 for float64), what the loss of each row is multiplied by; reduction as of the public function.
+# Gives the loss; those gradients of the sum or mean that `needs` names, of input, weight and bias, in their types (with
+# "none": of the sum); and the targets' ranks, (N,) int64, -1 where ignored. Tensors of no elements take the place of
+# what was not asked for.
 _library.define(
-    "linear_cross_entropy(Tensor input, Tensor weight, Tensor? bias, Tensor target, Tensor scale, int ignore_index, "
-    "float label_smoothing, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor)"
+    "linear_cross_entropy(Tensor input, Tensor weight, Tensor? bias, Tensor target, Tensor? scale, int ignore_index, "
+    "float label_smoothing, str reduction, bool[] needs, bool with_ranks, str impl) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
 mask_tokens = torch.ops.fastmlm.mask_tokens.default
@@ -60,22 +65,29 @@ def _mask_tokens_out_fake(input_ids: Tensor, *arguments: Any, output_ids: Tensor
     return None
 
 
+def _linear_cross_entropy(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    *rest, impl = arguments
+    device = rest[0].device
+    chosen = resolve(impl or None, device, LOSS_IMPLS)
+    run = kernel(chosen, "linear_cross_entropy.linear_cross_entropy")
+    if not torch.is_autocast_enabled(device.type):
+        return run(*rest)
+    with torch.autocast(device.type, enabled=False):  # which has cast the inputs
+        return run(*rest)
+
+
 def _linear_cross_entropy_fake(
-    input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, scale: Tensor, ignore_index: int,
-    label_smoothing: float, needs: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    losses = input.new_empty(len(target), dtype=torch.promote_types(input.dtype, torch.float32))
+    input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, scale: Tensor | None, ignore_index: int,
+    label_smoothing: float, reduction: str, needs: list[bool], with_ranks: bool, impl: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    wide = torch.promote_types(input.dtype, torch.float32)
     return (
-        losses,
+        input.new_empty(target.shape if reduction == "none" else (), dtype=wide),
         input.new_empty(input.shape if needs[0] else (0,)),
         weight.new_empty(weight.shape if needs[1] else (0,)),
         weight.new_empty(len(weight) if needs[2] else 0),
+        target.new_empty(target.shape if with_ranks else (0,)),
     )
-
-
-def _linear_cross_entropy(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    with torch.autocast(arguments[0].device.type, enabled=False):  # which has cast its inputs, if it was on
-        return kernel("reference", "loss.linear_cross_entropy")(*arguments)
 
 
 _library.impl("linear_cross_entropy", _linear_cross_entropy, "CompositeExplicitAutograd")

@@ -1,100 +1,161 @@
 """A linear layer and its cross-entropy in chunks of rows, with gradients computed along the way, on any device.
 
-The logits of a chunk become its log-softmax, its softmax and then its gradient in place: one buffer of (rows, V) is all
-there is at a time. Rows come in as many as a budget of memory allows, not by the ratio of V to H that kernels for large
-language models use: at the shapes of encoders that ratio makes hundreds of tiny matrix products.
+One buffer holds the logits of a chunk, which become their gradients in place: (rows, V) is all there is at a time. The
+chunks are not sized by the ratio of V to H, as kernels for large language models size them: at the shapes of encoders
+that makes hundreds of tiny matrix products.
 """
 
 import torch
 from torch import Tensor
 
-BUDGET = 1 << 28  # bytes of logits at a time
-_LEAST_ROWS = 1024
+
+class Chunks:
+    """What is done with a chunk of rows; the kernels of a device override what it does better in another way."""
+
+    def rows(self, count: int, weight: Tensor) -> int:
+        """How many of ``count`` rows to take at a time: as many as fit a budget of memory, and at least 1024."""
+        return max((1 << 28) // (len(weight) * weight.itemsize), 1024)
+
+    def project(self, x: Tensor, weight: Tensor, logits: Tensor) -> None:
+        """``logits.copy_(x @ weight.t())``"""
+        torch.mm(x, weight.t(), out=logits)
+
+    def cross_entropy(
+        self, logits: Tensor, bias: Tensor | None, target: Tensor, scale: Tensor, label_smoothing: float,
+        losses: Tensor, grad_bias: Tensor | None, ranks: Tensor | None, with_grad: bool,
+    ) -> None:  # fmt: skip
+        """Write the losses of a chunk; put the gradients of (losses * scale).sum() in place of its logits.
+
+        Losses and scale are float32 at least, and so is ``grad_bias``, to which the gradients are added. ``ranks``
+        takes how many ids have a larger logit than the target, or as large a one and come before it.
+        """
+        wide = logits.to(losses.dtype)  # the logits themselves, if they are
+        if bias is not None:
+            wide = wide.add_(bias) if wide is logits else wide + bias
+        index = target[:, None]
+        if ranks is not None:
+            ranks.copy_(rank_of_targets(wide, target))
+        log_softmax = torch.log_softmax(wide, 1, out=wide)
+        picked = log_softmax.gather(1, index)[:, 0]
+        if label_smoothing:
+            torch.add(-(1 - label_smoothing) * picked, log_softmax.mean(1), alpha=-label_smoothing, out=losses)
+        else:
+            torch.neg(picked, out=losses)
+        if not with_grad:
+            return
+        grad = log_softmax.exp_()
+        if label_smoothing:
+            grad -= label_smoothing / logits.shape[1]
+        grad.scatter_add_(1, index, grad.new_full(index.shape, label_smoothing - 1)).mul_(scale[:, None])
+        if grad_bias is not None:
+            grad_bias += grad.sum(0)
+        if grad is not logits:
+            logits.copy_(grad)
+
+    def weight_gradient(self, weight: Tensor, several: bool) -> "WeightGradient":
+        """Where the gradients of the weight from one chunk or several are added up."""
+        return WeightGradient(weight, several)
+
+
+class WeightGradient:
+    """The sum of ``grad.t() @ x`` over chunks: in float32 at least, if there are several of them."""
+
+    def __init__(self, weight: Tensor, several: bool) -> None:
+        self.dtype = weight.dtype
+        dtype = torch.promote_types(weight.dtype, torch.float32) if several else weight.dtype
+        self.sum = torch.empty_like(weight, dtype=dtype, memory_format=torch.contiguous_format)
+        self.empty = True
+
+    def add(self, grad: Tensor, x: Tensor) -> None:
+        if self.sum.dtype == x.dtype:
+            torch.addmm(self.sum, grad.t(), x, beta=0 if self.empty else 1, out=self.sum)
+        elif self.empty:
+            self.sum.copy_(grad.t() @ x)
+        else:
+            self.sum += grad.t() @ x
+        self.empty = False
+
+    def total(self) -> Tensor:
+        return self.sum.zero_().to(self.dtype) if self.empty else self.sum.to(self.dtype)
+
+
+def rank_of_targets(logits: Tensor, target: Tensor) -> Tensor:
+    """How many ids beat each row's target, (rows,): by a larger logit, or by an equal one and coming before it.
+
+    Numbers that are NaN beat every other, and those that are not beat a target that is.
+    """
+    chosen = logits.gather(1, target[:, None])
+    beating = (logits <= chosen).logical_not_()
+    equal_before = (logits == chosen) & (torch.arange(logits.shape[1], device=logits.device) < target[:, None])
+    return beating.sum(1) + equal_before.sum(1)
 
 
 def linear_cross_entropy(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    scale: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    needs: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Losses of the rows, and gradients of their scaled sum; arguments as :mod:`fastmlm._ops` describes them.
+    input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, scale: Tensor | None, ignore_index: int,
+    label_smoothing: float, reduction: str, needs: list[bool], with_ranks: bool, *,
+    chunks: Chunks = Chunks(),  # noqa: B008
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The loss, its gradients and the targets' ranks; arguments and results as :mod:`fastmlm._ops` describes them.
 
     Losses are float32 (float64 for float64) whatever the type of the input, and so are the sums over rows.
     """
-    taken = (target != ignore_index).nonzero()[:, 0]
-    everything = len(taken) == len(target)
-    rows = input if everything else input.index_select(0, taken)
-    labels, factors = (target, scale) if everything else (target[taken], scale[taken])
+    taken = _taken(target, len(weight), ignore_index)
+    rows, labels = (input, target) if taken is None else (input.index_select(0, taken), target.index_select(0, taken))
     wide = torch.promote_types(input.dtype, torch.float32)
     count, vocab_size = len(rows), len(weight)
-    losses = rows.new_empty(count, dtype=wide)
-    grad_rows = torch.empty_like(rows) if needs[0] else None
-    grad_weight = grad_bias = None
-    step = max(BUDGET // (vocab_size * wide.itemsize), _LEAST_ROWS)
-    for start in range(0, count, step):
-        part = slice(start, start + step)
-        x, index = rows[part], labels[part, None]
-        grad = _losses_and_grad(x, weight, bias, index, label_smoothing, losses[part], any(needs))
-        if grad is None:
-            continue
-        grad *= factors[part, None]
-        if needs[2]:
-            sums = grad.sum(0)
-            grad_bias = sums if grad_bias is None else grad_bias.add_(sums)
-        grad = grad.to(rows.dtype)
-        if grad_rows is not None:
-            torch.mm(grad, weight, out=grad_rows[part])
-        if needs[1]:
-            if grad_weight is None:  # as it is, if no other chunk is to be added
-                grad_weight = (grad.t() @ x).to(wide if count > step else rows.dtype)
-            elif wide == rows.dtype:
-                grad_weight.addmm_(grad.t(), x)
-            else:
-                grad_weight += grad.t() @ x
-        del grad  # before the next chunk asks for its own
-    losses_of_all = losses if everything else losses.new_zeros(len(target)).index_copy_(0, taken, losses)
-    nothing = input.new_empty(0)
-    if grad_rows is None:
-        grad_input = nothing
+    share = 1 / max(count, 1) if reduction == "mean" else 1.0
+    if scale is None:
+        factors = input.new_full((count,), share, dtype=wide)
     else:
-        grad_input = grad_rows if everything else torch.zeros_like(input).index_copy_(0, taken, grad_rows)
-    if needs[1]:
-        grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight.to(weight.dtype)
-    if needs[2]:
-        grad_bias = weight.new_zeros(vocab_size) if grad_bias is None else grad_bias.to(weight.dtype)
+        factors = (scale if taken is None else scale.index_select(0, taken)) * share
+    labels, losses = labels.contiguous(), input.new_empty(count, dtype=wide)
+    parts = -(-count // chunks.rows(count, weight))
+    step = -(-count // max(parts, 1))  # of one size: a rest of few rows would be a poor matrix product
+    buffer = input.new_empty(step, vocab_size)
+    ranks = labels.new_empty(count) if with_ranks else None
+    grad_rows = torch.empty_like(rows, memory_format=torch.contiguous_format) if needs[0] else None
+    grad_weight = chunks.weight_gradient(weight, parts > 1) if needs[1] else None
+    grad_bias = weight.new_zeros(vocab_size, dtype=wide) if needs[2] else None
+    for start in range(0, count, max(step, 1)):
+        part = slice(start, min(start + step, count))
+        x, logits = rows[part], buffer[: part.stop - start]
+        chunks.project(x, weight, logits)
+        chunks.cross_entropy(
+            logits, bias, labels[part], factors[part], label_smoothing, losses[part], grad_bias,
+            None if ranks is None else ranks[part], any(needs),
+        )  # fmt: skip
+        if grad_rows is not None:
+            torch.mm(logits, weight, out=grad_rows[part])
+        if grad_weight is not None:
+            grad_weight.add(logits, x)
+        del logits
+    del buffer  # before sums are rounded, which may take a copy
+    scaled = losses.mul_(factors)
+    nothing = input.new_empty(0)
     return (
-        losses_of_all,
-        grad_input,
-        nothing.clone() if grad_weight is None else grad_weight,
-        nothing.clone() if grad_bias is None else grad_bias,
+        _put_back(scaled, taken, len(target), 0) if reduction == "none" else scaled.sum(),
+        nothing if grad_rows is None else _put_back(grad_rows, taken, len(target), 0),
+        nothing.clone() if grad_weight is None else grad_weight.total(),
+        nothing.clone() if grad_bias is None else grad_bias.to(weight.dtype),
+        labels.new_empty(0) if ranks is None else _put_back(ranks, taken, len(target), -1),
     )
 
 
-def _losses_and_grad(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    index: Tensor,
-    label_smoothing: float,
-    losses: Tensor,
-    with_grad: bool,
-) -> Tensor | None:
-    """Write the losses of a chunk; its gradients of the logits, if asked for. ``index``: the targets, (rows, 1)."""
-    logits = torch.nn.functional.linear(x, weight, bias).to(losses.dtype)
-    log_softmax = torch.log_softmax(logits, 1, out=logits)
-    picked = log_softmax.gather(1, index)[:, 0]
-    if label_smoothing:
-        torch.add(-(1 - label_smoothing) * picked, log_softmax.mean(1), alpha=-label_smoothing, out=losses)
-    else:
-        torch.neg(picked, out=losses)
-    if not with_grad:
-        return None
-    grad = log_softmax.exp_()
-    if label_smoothing:
-        grad -= label_smoothing / len(weight)
-    return grad.scatter_add_(1, index, grad.new_full(index.shape, label_smoothing - 1))
+def _taken(target: Tensor, vocab_size: int, ignore_index: int) -> Tensor | None:
+    """The indices of the rows that are not ignored; None: all of them. On the CPU, targets are checked."""
+    if target.device.type == "cpu" and target.numel():
+        low, high = (int(bound) for bound in target.aminmax())
+        if low >= 0 and high < vocab_size and not low <= ignore_index <= high:
+            return None  # without another look at each
+    taken = (target != ignore_index).nonzero()[:, 0]
+    if target.device.type == "cpu":
+        labels = target.index_select(0, taken)
+        wrong = labels[(labels < 0) | (labels >= vocab_size)]
+        if len(wrong):
+            raise ValueError(f"target: expected ids in [0, {vocab_size}) or {ignore_index}, got {wrong[0].item()}")
+    return None if len(taken) == len(target) else taken
+
+
+def _put_back(x: Tensor, taken: Tensor | None, count: int, fill: int) -> Tensor:
+    """Rows that were taken, where they were taken from; the others filled."""
+    return x if taken is None else x.new_full((count, *x.shape[1:]), fill).index_copy_(0, taken, x)

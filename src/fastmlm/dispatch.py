@@ -19,8 +19,8 @@ def available_impls() -> tuple[str, ...]:
     return tuple(impl for impl in IMPLS if _missing(impl, None) is None)
 
 
-def resolve(impl: str | None, device: torch.device) -> str:
-    """The implementation for a device: the named one, or the fastest that runs there.
+def resolve(impl: str | None, device: torch.device, of_op: tuple[str, ...] = IMPLS) -> str:
+    """The implementation for a device: the named one, or the fastest that runs there; ``of_op`` are those there are.
 
     Raises:
         ValueError: the name is unknown.
@@ -28,8 +28,9 @@ def resolve(impl: str | None, device: torch.device) -> str:
     """
     check_name(impl)
     if impl is None:
-        return _fastest(device.type)
-    reason = _missing(impl, device.type)
+        fastest = _fastest(device.type)
+        return fastest if fastest in of_op else "reference"
+    reason = _missing(impl, device.type) if impl in of_op else f"there are {' and '.join(of_op)} of this op"
     if reason is not None:
         raise RuntimeError(f"impl: {impl!r} cannot run here: {reason}")
     return impl

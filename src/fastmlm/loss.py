@@ -1,12 +1,13 @@
 """The loss of masked language modelling: over rows of logits, or over hidden states without holding their logits."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fastmlm import _ops
+from fastmlm.dispatch import check_name
 
 
 def masked_lm_loss(
@@ -63,6 +64,7 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
+    impl: str | None = None,
 ) -> Tensor:
     """``F.cross_entropy(F.linear(input, linear_weight, linear_bias).float(), target, reduction="mean")``
 
@@ -73,7 +75,8 @@ def linear_cross_entropy(
 
     Args:
         input: (..., H), any floating type; under autocast, its type.
-        linear_weight: (V, H). Its gradient is summed in float32 at least.
+        linear_weight: (V, H). Its gradient is summed in float32 at least; in bfloat16 on the CPU in 24 bits, of which
+            16 are of precision where the gradient itself has 8.
         target: (...), int32 or int64, in [0, V) or ``ignore_index``.
         linear_bias: (V,).
         weight_per_row: (...), what the loss of each row is multiplied by (masked diffusion: 1 / p); has no gradient.
@@ -81,84 +84,179 @@ def linear_cross_entropy(
         reduction: ``"mean"`` over the rows that take part, whatever their weights; ``"sum"``; or ``"none"``, (...) with
             0 where ignored.
         label_smoothing: share of each target spread evenly over all of V.
+        impl: ``"reference"``, or ``"cpp"`` on the CPU, which treats float32 and bfloat16 in native code; None: the
+            fastest. They differ by rounding.
 
     Returns:
         The loss, float32 (float64 for float64 input); exactly 0 with zero gradients where no row takes part.
 
     Raises:
         TypeError, ValueError: naming the argument. Targets are checked on the CPU only.
+        RuntimeError: ``impl`` cannot run here.
     """
-    _check_linear(input, linear_weight, target, linear_bias, weight_per_row, reduction, label_smoothing)
+    check_name(impl)
+    _check_linear(input, linear_weight, target, linear_bias, weight_per_row, ignore_index)
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction: expected 'mean', 'sum' or 'none', got {reduction!r}")
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing: expected a number between 0 and 1, got {label_smoothing!r}")
+    loss, _ = loss_and_ranks(
+        input,
+        linear_weight,
+        target,
+        linear_bias,
+        weight_per_row,
+        Settings(ignore_index, float(label_smoothing), reduction, impl or ""),
+        with_ranks=False,
+    )
+    return loss
+
+
+def masked_accuracy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    top_k: int = 1,
+    ignore_index: int = -100,
+    impl: str | None = None,
+) -> Tensor:
+    """``(F.linear(input, linear_weight, linear_bias).topk(top_k).indices == target[:, None]).any(1).float().mean()``
+
+    How often the target is among the ``top_k`` likeliest ids, over the rows that are not ignored, without holding the
+    logits of all rows. Of ids with equal logits the first counts as the likelier one.
+
+    Args:
+        input: (..., H), any floating type; under autocast, its type.
+        linear_weight: (V, H).
+        target: (...), int32 or int64, in [0, V) or ``ignore_index``.
+        linear_bias: (V,).
+        top_k: 1 or more.
+        ignore_index: rows of this target take no part.
+        impl: as of `linear_cross_entropy`.
+
+    Returns:
+        A scalar, float32, in [0, 1]; NaN where no row takes part. It has no gradient.
+
+    Raises:
+        TypeError, ValueError: naming the argument. Targets are checked on the CPU only.
+        RuntimeError: ``impl`` cannot run here.
+    """
+    check_name(impl)
+    _check_linear(input, linear_weight, target, linear_bias, None, ignore_index)
+    check_top_k(top_k)
+    with torch.no_grad():
+        settings = Settings(ignore_index, 0.0, "sum", impl or "")
+        _, ranks = loss_and_ranks(input, linear_weight, target, linear_bias, None, settings, with_ranks=True)
+        return ((ranks >= 0) & (ranks < top_k)).sum() / (ranks >= 0).sum()
+
+
+class Settings(NamedTuple):
+    """What an op's numbers do not say; impl: "" for the fastest."""
+
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    reduction: str = "mean"
+    impl: str = ""
+
+
+def loss_and_ranks(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None,
+    weight_per_row: Tensor | None,
+    settings: Settings,
+    *,
+    with_ranks: bool,
+) -> tuple[Tensor, Tensor]:
+    """The loss of checked arguments and, if asked for, how many ids beat each target, (...) int64, -1 where ignored."""
     device = input.device.type
     if torch.is_autocast_enabled(device) and input.dtype != torch.float64:  # as F.linear does
         dtype = torch.get_autocast_dtype(device)
         input, linear_weight = input.to(dtype), linear_weight.to(dtype)
         linear_bias = None if linear_bias is None else linear_bias.to(dtype)
-    rows, labels = input.reshape(-1, input.shape[-1]), target.reshape(-1).long()
-    taken = labels != ignore_index
-    if device == "cpu" and not torch.compiler.is_compiling():
-        wrong = taken & ((labels < 0) | (labels >= len(linear_weight)))
-        if bool(wrong.any()):
-            raise ValueError(
-                f"target: expected ids in [0, {len(linear_weight)}) or {ignore_index}, got {labels[wrong][0].item()}"
-            )
     wide = torch.promote_types(input.dtype, torch.float32)
-    scale = torch.ones_like(labels, dtype=wide) if weight_per_row is None else weight_per_row.reshape(-1).to(wide)
-    if reduction == "mean":
-        scale = scale / taken.sum().clamp(min=1)
+    scale = None if weight_per_row is None else weight_per_row.reshape(-1).to(wide)
     tensors = (input, linear_weight, linear_bias)
     needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in tensors]
-    loss = _LinearCrossEntropy.apply(
-        rows, linear_weight, linear_bias, labels, scale, ignore_index, label_smoothing, needs, reduction
+    rows, labels = input.reshape(-1, input.shape[-1]), target.reshape(-1).long()
+    loss, ranks = _LinearCrossEntropy.apply(
+        rows, linear_weight, linear_bias, labels, scale, settings, needs, with_ranks
     )
-    return loss.reshape(target.shape) if reduction == "none" else loss
+    reduced = settings.reduction != "none"
+    return loss if reduced else loss.reshape(target.shape), ranks.reshape(target.shape) if with_ranks else ranks
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The scaled losses: their sum, with gradients computed in the forward pass; or each, with gradients later.
+    """The loss, its gradients computed in the forward pass; or of each row, with gradients later.
 
     Gradients are given away by the first backward pass, without a copy; another one computes them anew.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, scale: Tensor, ignore_index: int,
-        label_smoothing: float, needs: list[bool], reduction: str,
-    ) -> Tensor:  # fmt: skip
-        ctx.settings, ctx.reduced = (ignore_index, label_smoothing, needs), reduction != "none"
-        now = needs if ctx.reduced and input.dtype != torch.float16 else [False] * 3
-        losses, *gradients = _ops.linear_cross_entropy(
-            input, weight, bias, target, scale, ignore_index, label_smoothing, now
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, scale: Tensor | None,
+        settings: Settings, needs: list[bool], with_ranks: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        ctx.settings, ctx.needs = settings, needs
+        ignore_index, label_smoothing, reduction, impl = settings
+        now = needs if reduction != "none" and input.dtype != torch.float16 else [False] * 3
+        loss, *gradients, ranks = _ops.linear_cross_entropy(
+            input, weight, bias, target, scale, ignore_index, label_smoothing, reduction, now, with_ranks, impl
         )
         ctx.save_for_backward(input, weight, bias, target, scale)
         ctx.gradients = gradients if any(now) else None
-        return (losses * scale).sum() if ctx.reduced else losses * scale
+        ctx.mark_non_differentiable(ranks)
+        return loss, ranks
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
-        ignore_index, label_smoothing, needs = ctx.settings
+    def backward(ctx: Any, grad_output: Tensor, _: Tensor) -> tuple[Any, ...]:
+        ignore_index, label_smoothing, reduction, impl = ctx.settings
         gradients, ctx.gradients = ctx.gradients, None
         input, weight, bias, target, scale = ctx.saved_tensors
         if torch.is_grad_enabled():  # somebody wants gradients of these gradients
-            logits = F.linear(input, weight, bias).to(scale.dtype)
-            losses = F.cross_entropy(
-                logits, target, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none"
-            )
-            asked_for = [tensor for tensor, needed in zip((input, weight, bias), needs, strict=True) if needed]
-            found = iter(torch.autograd.grad((losses * scale * grad_output).sum(), asked_for, create_graph=True))
-            gradients = [next(found) if needed else None for needed in needs]
+            asked_for = [tensor for tensor, needed in zip((input, weight, bias), ctx.needs, strict=True) if needed]
+            loss = _eager(input, weight, bias, target, scale, ctx.settings)
+            found = iter(torch.autograd.grad((loss * grad_output).sum(), asked_for, create_graph=True))
+            gradients = [next(found) if needed else None for needed in ctx.needs]
         elif gradients is None:
-            _, *gradients = _ops.linear_cross_entropy(
-                input, weight, bias, target, scale * grad_output, ignore_index, label_smoothing, needs
+            share = grad_output.expand(target.shape).contiguous()
+            share = share if scale is None else share * scale
+            reduction = "sum" if reduction == "none" else reduction
+            _, *gradients, _ = _ops.linear_cross_entropy(
+                input, weight, bias, target, share, ignore_index, label_smoothing, reduction, ctx.needs, False, impl
             )
-        else:
-            if grad_output.device.type == "cpu" and not torch.compiler.is_compiling():
-                factor = grad_output.item()
-                gradients = gradients if factor == 1 else [gradient.mul_(factor) for gradient in gradients]
-            else:  # in the wider type: not to round the factor to bfloat16
-                gradients = [(gradient.to(scale.dtype) * grad_output).to(gradient.dtype) for gradient in gradients]
-        asked = [gradient if needed else None for gradient, needed in zip(gradients, needs, strict=True)]
-        return *asked, None, None, None, None, None, None
+        elif grad_output.device.type == "cpu" and not torch.compiler.is_compiling():
+            factor = grad_output.item()
+            gradients = gradients if factor == 1 else [gradient.mul_(factor) for gradient in gradients]
+        else:  # in the wider type: not to round the factor to bfloat16
+            gradients = [(gradient.to(grad_output.dtype) * grad_output).to(gradient.dtype) for gradient in gradients]
+        asked = [gradient if needed else None for gradient, needed in zip(gradients, ctx.needs, strict=True)]
+        return *asked, None, None, None, None, None
+
+
+def _eager(
+    input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, scale: Tensor | None, settings: Settings
+) -> Tensor:
+    """The loss as PyTorch has it, which can be differentiated any number of times."""
+    logits = F.linear(input, weight, bias)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    ignore_index, label_smoothing, reduction, _ = settings
+    losses = F.cross_entropy(
+        logits, target, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none"
+    )
+    losses = losses if scale is None else losses * scale
+    if reduction == "none":
+        return losses
+    return losses.sum() / (target.ne(ignore_index).sum().clamp(min=1) if reduction == "mean" else 1)
+
+
+def check_top_k(top_k: object) -> None:
+    """Raise ValueError unless it is a whole number of at least 1."""
+    if not isinstance(top_k, int) or isinstance(top_k, bool) or top_k < 1:
+        raise ValueError(f"top_k: expected a whole number of at least 1, got {top_k!r}")
 
 
 def _check_linear(
@@ -167,8 +265,7 @@ def _check_linear(
     target: Tensor,
     bias: Tensor | None,
     weight_per_row: Tensor | None,
-    reduction: str,
-    label_smoothing: float,
+    ignore_index: int,
 ) -> None:
     if not input.is_floating_point() or input.dim() < 1:
         raise TypeError(f"input: expected floating numbers, (..., H), got {_describe(input)}")
@@ -185,10 +282,8 @@ def _check_linear(
         raise ValueError(f"weight_per_row: expected the shape of target, got {_describe(weight_per_row)}")
     if weight_per_row is not None and weight_per_row.requires_grad:
         raise ValueError("weight_per_row: expected numbers without a gradient, got a tensor that requires one")
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"reduction: expected 'mean', 'sum' or 'none', got {reduction!r}")
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"label_smoothing: expected a number between 0 and 1, got {label_smoothing!r}")
+    if not isinstance(ignore_index, int):
+        raise TypeError(f"ignore_index: expected an int, got {ignore_index!r}")
 
 
 def _describe(tensor: Tensor) -> str:
