@@ -8,7 +8,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from fastmlm.dispatch import available_impls as available_impls
+from fastmlm.loss import linear_cross_entropy as linear_cross_entropy, masked_accuracy as masked_accuracy
+from fastmlm.masked_lm_head import MaskedLMHead as MaskedLMHead
 from fastmlm.masking import MaskedTokens as MaskedTokens, mask_tokens as mask_tokens
+from fastmlm.metrics import MaskedAccuracy as MaskedAccuracy
 from fastmlm.spec import MaskingSpec as MaskingSpec
 
 if TYPE_CHECKING:
@@ -18,12 +21,16 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DataCollatorForMaskedLM",
+    "MaskedAccuracy",
+    "MaskedLMHead",
     "MaskedLMTrainer",
     "MaskedTokens",
     "MaskingSpec",
     "available_impls",
     "densify",
+    "linear_cross_entropy",
     "mask_tokens",
+    "masked_accuracy",
     "sparsify",
 ]
 __version__ = "0.1.0"

@@ -27,8 +27,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from fastmlm import head_check
-from fastmlm.loss import linear_cross_entropy, masked_lm_loss
+from fastmlm import head_check, metrics
+from fastmlm.chunked import rank_of_targets
+from fastmlm.loss import masked_lm_loss
+from fastmlm.masked_lm_head import projected_loss
 
 if TYPE_CHECKING:
     from typing import TypeGuard
@@ -141,22 +143,8 @@ def _compute_loss(decoder: nn.Module, args: tuple[Any, ...]) -> Any:
         return None
     assert call.selection is not None
     x = args[0]
-    rows = x.reshape(-1, x.shape[-1])
-    labels = call.selection.labels_of_rows(x.device)
-    divisor = call.selection.num_items_in_batch
-    weight = None
-    if divisor is not None:
-        weight = torch.ones(len(labels), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
-        weight /= divisor.to(weight).reshape(()).clamp(min=1) if isinstance(divisor, Tensor) else max(divisor, 1)
-    loss = linear_cross_entropy(
-        rows,
-        decoder.weight,
-        labels,
-        linear_bias=decoder.bias,
-        weight_per_row=weight,
-        reduction="mean" if weight is None else "sum",
-    )
-    call.losses.append(loss)
+    rows, labels = x.reshape(-1, x.shape[-1]), call.selection.labels_of_rows(x.device)
+    call.losses.append(projected_loss(rows, decoder, labels, call.selection.num_items_in_batch))
     return (x[..., :0, :],)
 
 
@@ -188,6 +176,9 @@ def _put_loss(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], o
         labels = call.selection.labels_of_rows(logits.device)
         divisor = call.selection.num_items_in_batch
         loss = masked_lm_loss(logits.flatten(0, -2), labels, num_items_in_batch=divisor)
+        accuracy = metrics.running()
+        if accuracy is not None:
+            accuracy.add(rank_of_targets(logits.detach().flatten(0, -2), labels.long()))
     pair_labels = call.selection.pair_labels
     if pair_labels is not None:
         # After the tokens' logits in every model that has them.

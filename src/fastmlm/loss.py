@@ -94,21 +94,8 @@ def linear_cross_entropy(
         TypeError, ValueError: naming the argument. Targets are checked on the CPU only.
         RuntimeError: ``impl`` cannot run here.
     """
-    check_name(impl)
-    _check_linear(input, linear_weight, target, linear_bias, weight_per_row, ignore_index)
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"reduction: expected 'mean', 'sum' or 'none', got {reduction!r}")
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"label_smoothing: expected a number between 0 and 1, got {label_smoothing!r}")
-    loss, _ = loss_and_ranks(
-        input,
-        linear_weight,
-        target,
-        linear_bias,
-        weight_per_row,
-        Settings(ignore_index, float(label_smoothing), reduction, impl or ""),
-        with_ranks=False,
-    )
+    settings = Settings(ignore_index, label_smoothing, reduction, impl)
+    loss, _ = loss_and_ranks(input, linear_weight, target, linear_bias, weight_per_row, settings, with_ranks=False)
     return loss
 
 
@@ -143,22 +130,20 @@ def masked_accuracy(
         TypeError, ValueError: naming the argument. Targets are checked on the CPU only.
         RuntimeError: ``impl`` cannot run here.
     """
-    check_name(impl)
-    _check_linear(input, linear_weight, target, linear_bias, None, ignore_index)
     check_top_k(top_k)
     with torch.no_grad():
-        settings = Settings(ignore_index, 0.0, "sum", impl or "")
+        settings = Settings(ignore_index=ignore_index, impl=impl)
         _, ranks = loss_and_ranks(input, linear_weight, target, linear_bias, None, settings, with_ranks=True)
         return ((ranks >= 0) & (ranks < top_k)).sum() / (ranks >= 0).sum()
 
 
 class Settings(NamedTuple):
-    """What an op's numbers do not say; impl: "" for the fastest."""
+    """The arguments of `linear_cross_entropy` that are no tensors."""
 
     ignore_index: int = -100
     label_smoothing: float = 0.0
     reduction: str = "mean"
-    impl: str = ""
+    impl: str | None = None
 
 
 def loss_and_ranks(
@@ -171,7 +156,8 @@ def loss_and_ranks(
     *,
     with_ranks: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The loss of checked arguments and, if asked for, how many ids beat each target, (...) int64, -1 where ignored."""
+    """The loss and, if asked for, how many ids beat each target, (...) int64, -1 where ignored."""
+    _check_linear(input, linear_weight, target, linear_bias, weight_per_row, settings)
     device = input.device.type
     if torch.is_autocast_enabled(device) and input.dtype != torch.float64:  # as F.linear does
         dtype = torch.get_autocast_dtype(device)
@@ -203,9 +189,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.settings, ctx.needs = settings, needs
         ignore_index, label_smoothing, reduction, impl = settings
         now = needs if reduction != "none" and input.dtype != torch.float16 else [False] * 3
-        loss, *gradients, ranks = _ops.linear_cross_entropy(
-            input, weight, bias, target, scale, ignore_index, label_smoothing, reduction, now, with_ranks, impl
-        )
+        given = (input, weight, bias, target, scale, ignore_index, label_smoothing, reduction)
+        loss, *gradients, ranks = _ops.linear_cross_entropy(*given, now, with_ranks, impl or "")
         ctx.save_for_backward(input, weight, bias, target, scale)
         ctx.gradients = gradients if any(now) else None
         ctx.mark_non_differentiable(ranks)
@@ -225,9 +210,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             share = grad_output.expand(target.shape).contiguous()
             share = share if scale is None else share * scale
             reduction = "sum" if reduction == "none" else reduction
-            _, *gradients, _ = _ops.linear_cross_entropy(
-                input, weight, bias, target, share, ignore_index, label_smoothing, reduction, ctx.needs, False, impl
-            )
+            given = (input, weight, bias, target, share, ignore_index, label_smoothing, reduction)
+            _, *gradients, _ = _ops.linear_cross_entropy(*given, ctx.needs, False, impl or "")
         elif grad_output.device.type == "cpu" and not torch.compiler.is_compiling():
             factor = grad_output.item()
             gradients = gradients if factor == 1 else [gradient.mul_(factor) for gradient in gradients]
@@ -265,8 +249,9 @@ def _check_linear(
     target: Tensor,
     bias: Tensor | None,
     weight_per_row: Tensor | None,
-    ignore_index: int,
+    settings: Settings,
 ) -> None:
+    check_name(settings.impl)
     if not input.is_floating_point() or input.dim() < 1:
         raise TypeError(f"input: expected floating numbers, (..., H), got {_describe(input)}")
     cast = torch.is_autocast_enabled(input.device.type) and input.dtype != torch.float64  # types become the same
@@ -282,8 +267,12 @@ def _check_linear(
         raise ValueError(f"weight_per_row: expected the shape of target, got {_describe(weight_per_row)}")
     if weight_per_row is not None and weight_per_row.requires_grad:
         raise ValueError("weight_per_row: expected numbers without a gradient, got a tensor that requires one")
-    if not isinstance(ignore_index, int):
-        raise TypeError(f"ignore_index: expected an int, got {ignore_index!r}")
+    if not isinstance(settings.ignore_index, int):
+        raise TypeError(f"ignore_index: expected an int, got {settings.ignore_index!r}")
+    if settings.reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction: expected 'mean', 'sum' or 'none', got {settings.reduction!r}")
+    if not 0 <= settings.label_smoothing <= 1:
+        raise ValueError(f"label_smoothing: expected a number between 0 and 1, got {settings.label_smoothing!r}")
 
 
 def _describe(tensor: Tensor) -> str:

@@ -1,13 +1,17 @@
 """Training with transformers' Trainer: the sparse head, epochs told to the collator, evaluation without idle logits."""
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import Trainer
+from transformers.trainer_utils import EvalLoopOutput
 
 from fastmlm.collator import DataCollatorForMaskedLM
 from fastmlm.head import loss_only, sparsify
+from fastmlm.metrics import MaskedAccuracy
 
 
 class MaskedLMTrainer(Trainer):
@@ -18,13 +22,27 @@ class MaskedLMTrainer(Trainer):
     does without ``compute_metrics`` or with ``prediction_loss_only``, projects selected positions only; with metrics,
     logits are (B, S, V) and lie beside their labels as ever.
 
+    The log has ``masked_accuracy`` beside ``loss``, of the selected tokens since the last entry, and evaluations have
+    ``eval_masked_accuracy``, of all processes together; both are counted along with the loss (`MaskedAccuracy`).
+
+    Args:
+        accuracy_top_k: for which k to log how often the target is among the k likeliest ids (k = 5:
+            ``masked_accuracy_top5``); empty: for none.
+
     Raises:
         TypeError, ValueError: the model cannot be made sparse; the message says why.
     """
 
     def __init__(
-        self, model: Any = None, args: Any = None, data_collator: Any = None, *rest: Any, **named: Any
+        self,
+        model: Any = None,
+        args: Any = None,
+        data_collator: Any = None,
+        *rest: Any,
+        accuracy_top_k: Sequence[int] = (1,),
+        **named: Any,
     ) -> None:
+        self._accuracy = MaskedAccuracy(accuracy_top_k)
         if isinstance(model, nn.Module):
             sparsify(model)  # before the Trainer looks whether the model divides its loss by the number of tokens
         super().__init__(model, args, data_collator, *rest, **named)
@@ -39,3 +57,29 @@ class MaskedLMTrainer(Trainer):
     ) -> tuple[Tensor | None, Any, Any]:
         with loss_only() if prediction_loss_only else nullcontext():
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        with self._accuracy if self._accuracy.top_k else nullcontext():
+            return super().training_step(*args, **kwargs)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if "loss" in logs:  # of training since the last one
+            logs = logs | self._of_all_processes(self._accuracy)
+            self._accuracy.reset()
+        super().log(logs, *args, **kwargs)
+
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> EvalLoopOutput:
+        accuracy = MaskedAccuracy(self._accuracy.top_k)
+        with accuracy if accuracy.top_k else nullcontext():
+            output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        found = self._of_all_processes(accuracy)
+        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in found.items()})
+        return output
+
+    def _of_all_processes(self, accuracy: MaskedAccuracy) -> dict[str, float]:
+        if not accuracy.top_k:
+            return {}
+        if self.args.world_size > 1:  # also from one that has counted nothing
+            counts = accuracy.counts if accuracy.counts is not None else torch.zeros(1 + len(accuracy.top_k)).long()
+            accuracy.counts = self.accelerator.reduce(counts.to(self.args.device), "sum")
+        return accuracy.compute()

@@ -1,0 +1,120 @@
+"""A masked-language-modelling head for encoders of one's own, and the loss that it shares with sparse models."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastmlm import metrics
+from fastmlm.loss import Settings, loss_and_ranks
+
+
+class MaskedLMHead(nn.Module):
+    """``F.cross_entropy(decoder(norm(activation(dense(x[labels != -100])))), labels[labels != -100])``
+
+    The head of BERT (Devlin et al. 2019, and its ``cls.predictions``), on selected positions only when there are
+    labels, with `fastmlm.linear_cross_entropy` as its loss. Parameters: ``dense``, ``norm`` and ``decoder``.
+
+    Args:
+        hidden_size: H, of the encoder's hidden states.
+        vocab_size: V.
+        embedding_size: width of the decoder's input, where that is not H (ALBERT, ELECTRA).
+        activation: a function of a tensor, between ``dense`` and ``norm``.
+        eps: of the layer norm.
+        bias: whether the decoder has one.
+        tied_to: the input embedding, (V, embedding_size), whose weight is to be the decoder's too.
+
+    Raises:
+        ValueError: the embedding has another shape.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        *,
+        embedding_size: int | None = None,
+        activation: Callable[[Tensor], Tensor] = F.gelu,
+        eps: float = 1e-12,
+        bias: bool = True,
+        tied_to: nn.Embedding | None = None,
+    ) -> None:
+        super().__init__()
+        width = hidden_size if embedding_size is None else embedding_size
+        self.dense = nn.Linear(hidden_size, width)
+        self.activation = activation
+        self.norm = nn.LayerNorm(width, eps=eps)
+        self.decoder = nn.Linear(width, vocab_size, bias=bias)
+        if tied_to is not None:
+            if tied_to.weight.shape != self.decoder.weight.shape:
+                raise ValueError(
+                    f"tied_to: expected an embedding of shape {tuple(self.decoder.weight.shape)}, "
+                    f"got {tuple(tied_to.weight.shape)}"
+                )
+            self.decoder.weight = tied_to.weight
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        labels: Tensor | None = None,
+        *,
+        num_items_in_batch: int | Tensor | None = None,
+        weight_per_token: Tensor | None = None,
+    ) -> Tensor:
+        """The loss of the selected positions; or, without labels, the logits of all.
+
+        Args:
+            hidden_states: (..., H).
+            labels: (...), int32 or int64; -100 where not selected.
+            num_items_in_batch: the number of selected tokens of the whole optimizer step, by which the sum of losses is
+                then divided, so that micro-batches add up to one large batch; else the loss is their mean.
+            weight_per_token: (...), what the loss of each token is multiplied by (masked diffusion: 1 / p).
+
+        Returns:
+            A scalar, float32 (float64 for float64), 0 where nothing is selected; or (..., V).
+
+        Raises:
+            ValueError: shapes do not fit, or a label is out of range (on the CPU).
+        """
+        if labels is None:
+            return self.decoder(self._transform(hidden_states))
+        for name, given in (("labels", labels), ("weight_per_token", weight_per_token)):
+            if given is not None and given.shape != hidden_states.shape[:-1]:
+                raise ValueError(f"{name}: expected {tuple(hidden_states.shape[:-1])}, got {tuple(given.shape)}")
+        labels = labels.reshape(-1)
+        rows = labels.ne(-100).nonzero().squeeze(-1)
+        x = self._transform(hidden_states.reshape(-1, hidden_states.shape[-1]).index_select(0, rows))
+        weights = None if weight_per_token is None else weight_per_token.reshape(-1).index_select(0, rows)
+        return projected_loss(x, self.decoder, labels.index_select(0, rows), num_items_in_batch, weights)
+
+    def _transform(self, x: Tensor) -> Tensor:
+        return self.norm(self.activation(self.dense(x)))
+
+
+def projected_loss(
+    x: Tensor,
+    decoder: nn.Linear,
+    labels: Tensor,
+    num_items_in_batch: int | Tensor | None = None,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """`fastmlm.loss.masked_lm_loss` of ``decoder(x)``, (K, H), without logits; a running `MaskedAccuracy` counts it."""
+    settings = Settings(reduction="mean" if num_items_in_batch is None else "sum")
+    if num_items_in_batch is not None:
+        # Into the weights, and not by dividing the loss: its gradients need no other pass that way.
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        weights = torch.ones(len(labels), dtype=dtype, device=x.device) if weights is None else weights.to(dtype)
+        weights = weights / _divisor(num_items_in_batch, weights)
+    accuracy = metrics.running()
+    loss, ranks = loss_and_ranks(
+        x, decoder.weight, labels, decoder.bias, weights, settings, with_ranks=accuracy is not None
+    )
+    if accuracy is not None:
+        accuracy.add(ranks)
+    return loss
+
+
+def _divisor(count: int | Tensor, like: Tensor) -> Any:
+    return count.to(like).reshape(()).clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
