@@ -43,16 +43,17 @@ sanitize: $(READY)  ## the native module under AddressSanitizer and UBSan: its t
 	$(call copy_with_native,build/sanitize,g++,-O1 -g -fno-omit-frame-pointer -fsanitize=address$(comma)undefined \
 		-fno-sanitize-recover=all -Wno-uninitialized -Wno-maybe-uninitialized)
 	$(SANITIZED) tests/native_fuzz.py --sanitized --inputs $(INPUTS) --processes $(PROCESSES) --record build/sanitize/input
-	PYTHONMALLOC=malloc $(SANITIZED) -m pytest -q -n $(PROCESSES) tests/test_native.py
+	PYTHONMALLOC=malloc $(SANITIZED) -m pytest -q -n $(PROCESSES) -m "not slow" tests/test_native.py tests/test_native_loss.py
 
 test-clang: $(READY)  ## the native module as clang builds it
 	$(call copy_with_native,build/clang,clang++,-O3 -Werror)
-	PYTHONPATH=$(CURDIR)/build/clang $(BIN)/python -m pytest -q tests/test_native.py tests/test_native_fuzz.py
+	PYTHONPATH=$(CURDIR)/build/clang $(BIN)/python -m pytest -q -m "not slow" tests/test_native.py tests/test_native_loss.py tests/test_native_fuzz.py
 
 bench: $(READY)  ## measure against Hugging Face, write benchmarks/results/ and the table of the README
 	$(BIN)/python -m pytest -q benchmarks --benchmark-json=build/benchmarks.json
 	$(BIN)/python benchmarks/report.py build/benchmarks.json
 	$(BIN)/python benchmarks/scaling.py
+	$(BIN)/python benchmarks/loss.py
 	$(BIN)/python benchmarks/head.py
 
 lint: $(READY)

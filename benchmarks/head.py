@@ -1,33 +1,21 @@
-"""What the sparse head takes and does: the classes it serves, accumulation of gradients, memory of head and loss.
+"""What the sparse head takes and does: the classes it serves, and accumulation of gradients.
 
-Writes ``results/support.md``, ``results/accumulation.md`` and ``results/memory.md``; the README quotes all three.
+Writes ``results/support.md`` and ``results/accumulation.md``, which the README quotes.
 """
 
 import copy
-import subprocess
-import sys
 import tempfile
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 import transformers
 from report import quote
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from fastmlm import chunked, sparsify
-from fastmlm.cli.measure import PeakMemory
-from fastmlm.loss import linear_cross_entropy
+from fastmlm import sparsify
 from fastmlm.testing import MASKED_LM_CLASSES, compare_training, make_batch, make_model
 
 COUNTS = (5, 0, 1, 3)  # selected tokens in the four rows of a step
-SHAPES = {  # K selected of so many tokens, H, V
-    "MiniLM, 16×256": (614, 384, 30522),
-    "BERT-base, 64×512": (4915, 768, 30522),
-    "ModernBERT-base, 64×512": (4915, 768, 50368),
-    "mmBERT-small, 16×512": (1229, 384, 256_000),
-}
 
 
 def support(name: str) -> str:
@@ -80,47 +68,6 @@ def accumulation() -> str:
     return "\n".join(lines) + "\n"
 
 
-def peak(kind: str, rows: int, width: int, vocabulary: int) -> float:
-    """MB above its inputs that the loss of a decoder and its backward pass take at most; in a process of its own."""
-    shapes = ((rows, width), (vocabulary, width), (vocabulary,))
-    x, weight, bias = (torch.randn(shape).requires_grad_() for shape in shapes)
-    target = torch.randint(vocabulary, (rows,))
-    small = torch.randn(8, width, requires_grad=True)  # whatever is loaded at the first call
-    linear_cross_entropy(small, torch.randn(16, width, requires_grad=True), torch.randint(16, (8,))).backward()
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # the peak begins anew
-    memory = PeakMemory()
-    if kind == "linear_cross_entropy":
-        linear_cross_entropy(x, weight, target, linear_bias=bias).backward()
-    else:
-        F.cross_entropy(F.linear(x, weight, bias), target).backward()
-    return memory.read()["growth_mb"] * 2**20 / 1e6
-
-
-def memory() -> str:
-    lines = [
-        "| shape | K, H, V | K·H + one chunk of logits + weight gradient, MB | linear_cross_entropy, MB | ratio "
-        "| `F.cross_entropy(F.linear(...))`, MB |",
-        "|---|---|---:|---:|---:|---:|",
-    ]
-    for name, (rows, width, vocabulary) in SHAPES.items():
-        chunk = min(rows, max(chunked.BUDGET // (4 * vocabulary), 1024))
-        floor = 4 * (rows * width + chunk * vocabulary + vocabulary * width) / 1e6
-        ours, theirs = (
-            float(
-                subprocess.run(
-                    [sys.executable, __file__, kind, *map(str, (rows, width, vocabulary))],
-                    check=True, capture_output=True, text=True,
-                ).stdout
-            )
-            for kind in ("linear_cross_entropy", "eager")
-        )  # fmt: skip
-        lines.append(
-            f"| {name} | {rows}, {width}, {vocabulary} | {floor:.0f} | {ours:.0f} | {ours / floor:.2f} | {theirs:.0f} |"
-        )
-    return "\n".join(lines) + "\n"
-
-
 def main() -> None:
     rows = [support(name) for name in MASKED_LM_CLASSES]
     yes = sum("| yes" in row for row in rows)
@@ -132,11 +79,7 @@ def main() -> None:
         "<details><summary>All classes</summary>\n\n" + "\n".join(table) + "\n\n</details>\n",
     )
     quote("accumulation", accumulation())
-    quote("memory", memory())
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        print(peak(sys.argv[1], *map(int, sys.argv[2:])))
-    else:
-        main()
+    main()
