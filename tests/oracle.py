@@ -113,11 +113,11 @@ def specs(draw: st.DrawFn, vocab_size: int) -> MaskingSpec:
 
 
 @st.composite
-def calls(draw: st.DrawFn, triton: bool = False) -> tuple[dict[str, Any], tuple[list[int], list[int]]]:
-    """Arguments of mask_tokens and what the law says comes out; without what the Triton kernel does not cover."""
+def calls(draw: st.DrawFn) -> tuple[dict[str, Any], tuple[list[int], list[int]]]:
+    """Arguments of mask_tokens and what the law says comes out."""
     vocab_size = draw(st.integers(1, 12))
     spec = draw(specs(vocab_size))
-    packed = draw(st.booleans()) and not triton
+    packed = draw(st.booleans())
     if packed:
         ends = sorted(draw(st.lists(st.integers(0, 90), min_size=0, max_size=4)))
         cu_seqlens = [0, *ends, (ends[-1] if ends else 0) + draw(st.integers(0, 20))]
@@ -145,11 +145,12 @@ def calls(draw: st.DrawFn, triton: bool = False) -> tuple[dict[str, Any], tuple[
         "special_tokens_mask": None if special is None else full(special, draw(mask_dtype)),
     }
     if packed:
-        call["cu_seqlens"] = torch.tensor(cu_seqlens, dtype=draw(st.sampled_from([torch.int32, torch.int64])))
+        dtype = draw(st.sampled_from([torch.int32, torch.int64]))
+        call["cu_seqlens"] = torch.tensor(cu_seqlens, dtype=dtype).to(DEVICE)
 
     real = [1] * size if real is None else real
     units: list[int] | None = None
-    if not triton and draw(st.booleans()):
+    if draw(st.booleans()):
         units = [0] * size
         for row in rows:
             first = next((cell for cell in row if real[cell]), row.start)

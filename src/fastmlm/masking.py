@@ -57,8 +57,7 @@ def mask_tokens(
         mlm_probability: in place of the spec's: one number, one a row (rows, 1) or (rows,), or one a token, like
             input_ids.
         impl: ``"reference"``, ``"cpp"`` or ``"triton"``; None: the native kernel on the CPU, Triton for CUDA tensors
-            where it is installed and covers the call (not yet ``units`` and ``cu_seqlens``), else the reference. All
-            give the same bits.
+            where it is installed, else the reference. All give the same bits.
         out: where to write the result: two contiguous tensors like it, which later calls can use again. The first may
             be input_ids itself (int64 or int32), which is then masked in place.
 
@@ -71,7 +70,6 @@ def mask_tokens(
             cu_seqlens) are checked on the CPU only, so that nothing waits for a GPU: there, ids out of range are not
             selected and probabilities are clamped to [0, 1].
         RuntimeError: the named impl cannot run here.
-        NotImplementedError: the named impl does not cover the call.
 
     Source: Devlin et al., "BERT" (2019), section 3.1; the draw law stands in :mod:`fastmlm.philox`.
     """
@@ -84,8 +82,6 @@ def mask_tokens(
     units = _check_like("units", units, input_ids, _INTEGERS)
     limit, limits = _check_probability(mlm_probability, spec, input_ids, rows)
     check_name(impl)
-    if impl is None and ids.device.type == "cuda" and (units is not None or cu_seqlens is not None):
-        impl = "reference"
     if _readable(ids):
         _check_values(ids, spec, attention_mask, units, cu_seqlens, impl)
     if out is not None:
@@ -166,6 +162,8 @@ def _check_packing(cu_seqlens: Tensor | None, input_ids: Tensor) -> int:
         )
     if input_ids.dim() == 2 and input_ids.shape[0] != 1:
         raise ValueError(f"input_ids: expected (N,) or (1, N) with cu_seqlens, got {_describe(input_ids)}")
+    if cu_seqlens.numel() == 1 and input_ids.numel():
+        raise ValueError(f"cu_seqlens: expected where rows start, from 0 to {input_ids.numel()}, got no row at all")
     return cu_seqlens.numel() - 1
 
 
