@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastmlm import chunked
@@ -137,15 +138,95 @@ def test_linear_loss_by_finite_differences(reduction: str) -> None:
     assert torch.autograd.gradcheck(function, inputs)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_gradients_of_gradients(reduction: str) -> None:
     given = case()
     inputs = [given[name].requires_grad_() for name in GRADIENTS]
+    options = {"reduction": reduction, "weight_per_row": given["weight_per_row"], "label_smoothing": 0.1}
 
     def function(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return linear_cross_entropy(input, weight, given["target"], linear_bias=bias, reduction=reduction)
+        return linear_cross_entropy(input, weight, given["target"], linear_bias=bias, **options)
+
+    loss = function(*inputs).sum()
+    with_graph = torch.autograd.grad(loss, inputs, create_graph=True, retain_graph=True)
+    torch.testing.assert_close(with_graph, torch.autograd.grad(loss, inputs), rtol=1e-12, atol=1e-12)
 
     assert torch.autograd.gradgradcheck(function, inputs)
+
+
+def test_first_gradients_of_tied_weights_with_a_graph() -> None:
+    """The input depends on the weight: what is asked for with ``create_graph`` is what is asked for without."""
+    given = case()
+    weight = given["linear_weight"].requires_grad_()
+    for reduction in ("mean", "none"):
+        found = []
+        for function, graph in ((linear_cross_entropy, False), (linear_cross_entropy, True), (eager, True)):
+            x = weight[given["target"].clamp(min=0)].sin()
+            loss = function(x, weight, given["target"], reduction=reduction).sum()
+            found.append(torch.autograd.grad(loss, weight, create_graph=graph)[0].detach())
+        torch.testing.assert_close(found[1:], [found[0]] * 2, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("impl", ["reference", "cpp"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1.0, 100.0])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_linear_loss_in_native_types(impl: str, dtype: torch.dtype, size: float, reduction: str) -> None:
+    """Strided inputs of every kind, more ids than a product takes at once, and logits whose exponentials overflow."""
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = 2500
+
+    def strided(*shape: int, of: float = 1.0) -> Tensor:
+        return (of * torch.randn(*shape[:-1], 2 * shape[-1], generator=generator).to(dtype))[..., ::2]
+
+    given: dict[str, Any] = {
+        "input": strided(40, 8, of=size), "linear_weight": strided(vocabulary, 8), "linear_bias": strided(vocabulary),
+        "target": torch.randint(vocabulary, (40, 2), generator=generator)[:, 0],
+        "weight_per_row": torch.rand(40, 2, generator=generator)[:, 0],
+    }  # fmt: skip
+    truth = {k: v.double() if v.is_floating_point() else v for k, v in given.items()}
+    results = []
+    for function, of in ((linear_cross_entropy, given), (eager, truth)):
+        tensors = {k: v.requires_grad_() if k in GRADIENTS else v for k, v in of.items()}
+        loss = function(**tensors, reduction=reduction, label_smoothing=0.1, impl=impl)
+        weights = torch.linspace(1, 2, loss.numel(), dtype=loss.dtype).view(loss.shape)
+        results.append([loss, *torch.autograd.grad(loss, [tensors[name] for name in GRADIENTS], weights)])
+    # A logit of 100 is right to 0.2 in bfloat16, and with it its exponential.
+    bound = 1e-5 if dtype == torch.float32 else 0.02 if size == 1 else 0.2
+    for ours, exact in zip(*results, strict=True):
+        assert (ours.double() - exact).norm() <= bound * exact.norm()
+
+
+@pytest.mark.parametrize("ignore_index", [-100, 3, 11, 300])
+def test_wrong_targets_are_seen_whatever_is_ignored(ignore_index: int) -> None:
+    for wrong in (-1, VOCABULARY, VOCABULARY + 5):
+        if wrong == ignore_index:
+            continue
+        given = case()
+        given["target"].clamp_(min=0)[0, 2:4] = torch.tensor([ignore_index, wrong])
+        with pytest.raises(ValueError, match=rf"target: expected ids in \[0, 11\) or {ignore_index}, got {wrong}"):
+            linear_cross_entropy(**given, ignore_index=ignore_index)
+
+
+@pytest.mark.parametrize(("shape", "vocabulary"), [((3, 0), 5), ((0, 4), 5), ((0, 4), 0), ((0, 0), 3)])
+def test_linear_loss_of_no_numbers(shape: tuple[int, int], vocabulary: int) -> None:
+    x, weight = torch.ones(shape, requires_grad=True), torch.ones(vocabulary, shape[1], requires_grad=True)
+    loss = linear_cross_entropy(x, weight, torch.zeros(shape[0], dtype=torch.int64))
+    assert loss.item() == pytest.approx(0.0 if shape[0] == 0 else torch.tensor(float(vocabulary)).log().item())
+    assert [g.shape for g in torch.autograd.grad(loss, (x, weight))] == [x.shape, weight.shape]
+
+
+def test_linear_loss_without_values() -> None:
+    """On meta, and of fakes, as estimators of memory use them."""
+    x, weight = torch.ones(4, 8, device="meta", requires_grad=True), torch.ones(9, 8, device="meta")
+    target = torch.zeros(4, dtype=torch.int64, device="meta")
+    loss = linear_cross_entropy(x, weight, target)
+    assert (loss.device.type, loss.shape, loss.dtype) == ("meta", (), torch.float32)
+    with FakeTensorMode():
+        x, weight = torch.ones(4, 8, requires_grad=True), torch.ones(9, 8, requires_grad=True)
+        linear_cross_entropy(x, weight, torch.zeros(4, dtype=torch.int64)).backward()
+        assert x.grad is not None
+        assert x.grad.shape == (4, 8)
 
 
 @pytest.mark.parametrize("scale", [1.0, 2.0**16])
@@ -282,7 +363,7 @@ def test_linear_loss_compiles_whole(backend: str, reduction: str) -> None:
     for function in (compiled, linear_cross_entropy):
         tensors = {k: v.requires_grad_(k in GRADIENTS) for k, v in case().items()}
         loss = function(**tensors, reduction=reduction)
-        results.append((loss.detach(), torch.autograd.grad(loss.sum(), [tensors[name] for name in GRADIENTS])))
+        results.append((loss.detach(), torch.autograd.grad(3 * loss.sum(), [tensors[name] for name in GRADIENTS])))
     torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
 
 

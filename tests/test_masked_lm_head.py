@@ -62,6 +62,37 @@ def test_tied_and_narrow() -> None:
         MaskedLMHead(H, V, tied_to=embedding)
 
 
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize("kind", ["hook", "pre-hook", "subclass", "adapter"])
+def test_what_comes_over_the_decoder_takes_part(kind: str) -> None:
+    head: Any = MaskedLMHead(H, V).double()
+    if kind == "hook":
+        head.decoder.register_forward_hook(lambda module, inputs, output: 2 * output)
+    if kind == "pre-hook":
+        head.decoder.register_forward_pre_hook(lambda module, inputs: (2 * inputs[0],))
+    if kind == "subclass":
+        head.decoder = Doubled(H, V).double()
+    if kind == "adapter":
+        peft = pytest.importorskip("peft")
+        peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["decoder"], r=2, init_lora_weights=False), head)
+        head.double()
+    x, labels = case()
+    weights = torch.rand(B, S, dtype=torch.float64)
+    losses = F.cross_entropy(head(x).flatten(0, 1), labels.flatten(), reduction="none").view(B, S) * weights
+    with MaskedAccuracy() as accuracy:
+        loss = head(x, labels, weight_per_token=weights)
+    torch.testing.assert_close(loss, losses.sum() / (labels != -100).sum(), rtol=1e-12, atol=1e-12)
+    best = (head(x).argmax(-1) == labels)[labels != -100].double().mean().item()
+    assert accuracy.compute()["masked_accuracy"] == pytest.approx(best)
+    trained = [p for p in head.parameters() if p.requires_grad]
+    for ours, exact in zip(torch.autograd.grad(loss, trained), torch.autograd.grad(losses.sum(), trained), strict=True):
+        torch.testing.assert_close(ours * (labels != -100).sum(), exact, rtol=1e-9, atol=1e-12)
+
+
 def test_nothing_selected_and_accuracy() -> None:
     head = MaskedLMHead(H, V)
     x, labels = case(torch.float32)
@@ -82,5 +113,9 @@ def test_what_does_not_fit() -> None:
         head(x, labels[:, 1:])
     with pytest.raises(ValueError, match=r"weight_per_token: expected \(3, 7\), got \(3, 6\)"):
         head(x, labels, weight_per_token=torch.ones(3, 6))
-    with pytest.raises(ValueError, match=r"target: expected ids in \[0, 40\) or -100, got 40"):
+    with pytest.raises(TypeError, match=r"labels: expected int32 or int64, got torch.float32"):
+        head(x, labels.float())
+    with pytest.raises(ValueError, match="weight_per_token: expected numbers without a gradient"):
+        head(x, labels, weight_per_token=torch.ones(B, S, requires_grad=True))
+    with pytest.raises(ValueError, match=r"labels: expected ids in \[0, 40\) or -100, got 40"):
         head(x, labels.clamp(min=V))

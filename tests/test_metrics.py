@@ -131,6 +131,13 @@ def test_the_inner_one_counts() -> None:
         model(labels=batch["labels"])
     model(**batch)
     assert outer.counts[0] == 6
+    with outer:
+        sparsify(make_model())  # tries the model, which is nobody's batch
+    assert outer.counts[0] == 6
+
+
+def test_one_k_need_not_be_a_sequence() -> None:
+    assert MaskedAccuracy(top_k=5).top_k == (5,)
 
 
 class Rows(Dataset):
@@ -169,6 +176,32 @@ def test_the_trainer_logs_it(tmp_path: Path) -> None:
     assert training.predict(Rows()).metrics["test_masked_accuracy"] == pytest.approx(wanted["masked_accuracy"])
 
 
+def test_only_the_own_log_of_training_counts(tmp_path: Path) -> None:
+    """Others log a loss as well, on one process perhaps, and what has been counted before a run is not of that run."""
+
+    class Talkative(MaskedLMTrainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            self.log({"loss": 1.0})
+            return super().compute_loss(*args, **kwargs)
+
+        def evaluation_loop(self, dataloader: Any, description: str, *rest: Any, **kwargs: Any) -> Any:
+            assert not kwargs or not rest
+            given = dict(zip(("prediction_loss_only", "ignore_keys", "metric_key_prefix"), rest, strict=False)) | kwargs
+            return super().evaluation_loop(dataloader, description, *given.values())
+
+    plain = trainer(make_model(), tmp_path)
+    training = Talkative(plain.model, plain.args, train_dataset=Rows(), eval_dataset=Rows())
+    training.args.max_steps = 3
+    for _ in range(2):
+        training.train()
+        logged = [entry for entry in training.state.log_history if "loss" in entry]
+        assert [("masked_accuracy" in entry, "grad_norm" in entry) for entry in logged].count((True, True)) == 1
+        assert not any("masked_accuracy" in entry for entry in logged if "grad_norm" not in entry)
+        assert training._accuracy.counts is not None
+        assert training._accuracy.counts[0] < 8  # of the third step, which is not logged
+    assert "eval_masked_accuracy" in training.evaluate()
+
+
 def test_evaluation_in_between_leaves_the_count_of_training_alone(tmp_path: Path) -> None:
     training = trainer(make_model(), tmp_path)
     training.args.eval_strategy, training.args.eval_steps = transformers.trainer_utils.IntervalStrategy.STEPS, 1
@@ -176,7 +209,8 @@ def test_evaluation_in_between_leaves_the_count_of_training_alone(tmp_path: Path
     counts: list[Any] = []
     training._accuracy.reset = lambda: counts.append(training._accuracy.counts)  # type: ignore[method-assign]
     training.train()
-    assert counts[0][0] == 26  # twice the 13 of the four rows
+    assert counts[0] is None  # before the first step
+    assert counts[1][0] == 26  # twice the 13 of the four rows
 
 
 def test_the_trainer_leaves_it_out_when_told(tmp_path: Path) -> None:

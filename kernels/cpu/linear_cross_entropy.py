@@ -28,7 +28,7 @@ class _Chunks(chunked.Chunks):
         half as much memory again as the weight, which a single chunk spares.
         """
         vocab_size, width = weight.shape
-        size = max((1 << 24) // (vocab_size * weight.itemsize), 256)
+        size = max((1 << 24) // max(vocab_size * weight.itemsize, 1), 256)
         if weight.dtype != torch.bfloat16:
             return max(size, width)
         size = max(size, width // 2)

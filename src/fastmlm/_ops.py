@@ -70,7 +70,7 @@ def _linear_cross_entropy(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tens
     device = rest[0].device
     chosen = resolve(impl or None, device, LOSS_IMPLS)
     run = kernel(chosen, "linear_cross_entropy.linear_cross_entropy")
-    if not torch.is_autocast_enabled(device.type):
+    if not (torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)):
         return run(*rest)
     with torch.autocast(device.type, enabled=False):  # which has cast the inputs
         return run(*rest)

@@ -14,7 +14,7 @@ class Chunks:
 
     def rows(self, count: int, weight: Tensor) -> int:
         """How many of ``count`` rows to take at a time: as many as fit a budget of memory, and at least 1024."""
-        return max((1 << 28) // (len(weight) * weight.itemsize), 1024)
+        return max((1 << 28) // max(len(weight) * weight.itemsize, 1), 1024)
 
     def project(self, x: Tensor, weight: Tensor, logits: Tensor) -> None:
         """``logits.copy_(x @ weight.t())``"""

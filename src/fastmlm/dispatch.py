@@ -62,7 +62,8 @@ def _fastest(device_type: str) -> str:
 
 @lru_cache(maxsize=1)
 def _warn_without_native() -> None:
-    warnings.warn(f"masking runs in PyTorch, many times slower: {_missing('cpp', 'cpu')}", stacklevel=5)
+    reason = _missing("cpp", "cpu")
+    warnings.warn(f"masking and the loss run in PyTorch, masking many times slower: {reason}", stacklevel=5)
 
 
 @lru_cache(maxsize=8)

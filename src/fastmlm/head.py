@@ -19,7 +19,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -30,10 +30,7 @@ from torch.utils.hooks import RemovableHandle
 from fastmlm import head_check, metrics
 from fastmlm.chunked import rank_of_targets
 from fastmlm.loss import masked_lm_loss
-from fastmlm.masked_lm_head import projected_loss
-
-if TYPE_CHECKING:
-    from typing import TypeGuard
+from fastmlm.masked_lm_head import is_plain_linear, projected_loss
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -139,25 +136,13 @@ def _compute_loss(decoder: nn.Module, args: tuple[Any, ...]) -> Any:
     if call is None or not call.sparse or not call.model._fastmlm_sparse.fused:  # type: ignore[union-attr]
         return None
     # Looked at in each call, since adapters and hooks may have come in between.
-    if call.model.get_output_embeddings() is not decoder or not _is_plain_linear(decoder) or len(args) != 1:  # type: ignore[operator]
+    if call.model.get_output_embeddings() is not decoder or not is_plain_linear(decoder, 1) or len(args) != 1:  # type: ignore[operator]
         return None
     assert call.selection is not None
     x = args[0]
     rows, labels = x.reshape(-1, x.shape[-1]), call.selection.labels_of_rows(x.device)
     call.losses.append(projected_loss(rows, decoder, labels, call.selection.num_items_in_batch))
     return (x[..., :0, :],)
-
-
-def _is_plain_linear(module: nn.Module) -> "TypeGuard[nn.Linear]":
-    """Whether a module is nn.Linear and nothing but our hook is on it."""
-    hooks = (module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return (
-        type(module) is nn.Linear
-        and not nn.modules.module._has_any_global_hook()
-        and len(module._forward_pre_hooks) == 1
-        and not any(hooks)
-        and "forward" not in module.__dict__  # where accelerate puts its own
-    )
 
 
 @torch.compiler.disable
@@ -304,7 +289,12 @@ def _apply_and_compare(model: Any, base: nn.Module) -> tuple[float, float, bool]
     hidden: list[Tensor] = []
     seen = base.register_forward_hook(lambda _module, _inputs, output: hidden.append(output[0].float()))
     try:
-        with head_check.perturbed_head(model, base), head_check.no_dropout(model), torch.no_grad():
+        with (
+            head_check.perturbed_head(model, base),
+            head_check.no_dropout(model),
+            torch.no_grad(),
+            metrics.nobody_counts(),
+        ):
             dense, logits = model(**inputs)[:2]
             _apply(model, base, fused=untouched)
             fused = head_check.loss_or_none(model, inputs)

@@ -159,7 +159,7 @@ def loss_and_ranks(
     """The loss and, if asked for, how many ids beat each target, (...) int64, -1 where ignored."""
     _check_linear(input, linear_weight, target, linear_bias, weight_per_row, settings)
     device = input.device.type
-    if torch.is_autocast_enabled(device) and input.dtype != torch.float64:  # as F.linear does
+    if _autocasts(input):  # as F.linear does
         dtype = torch.get_autocast_dtype(device)
         input, linear_weight = input.to(dtype), linear_weight.to(dtype)
         linear_bias = None if linear_bias is None else linear_bias.to(dtype)
@@ -167,7 +167,7 @@ def loss_and_ranks(
     scale = None if weight_per_row is None else weight_per_row.reshape(-1).to(wide)
     tensors = (input, linear_weight, linear_bias)
     needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in tensors]
-    rows, labels = input.reshape(-1, input.shape[-1]), target.reshape(-1).long()
+    rows, labels = input[None].flatten(0, -2), target.reshape(-1).long()
     loss, ranks = _LinearCrossEntropy.apply(
         rows, linear_weight, linear_bias, labels, scale, settings, needs, with_ranks
     )
@@ -202,6 +202,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         input, weight, bias, target, scale = ctx.saved_tensors
         if torch.is_grad_enabled():  # somebody wants gradients of these gradients
+            # Views, since the graph before them may lead from the weight to the input, as tied ones do.
+            input, weight = input.view_as(input), weight.view_as(weight)
+            bias = None if bias is None else bias.view_as(bias)
             asked_for = [tensor for tensor, needed in zip((input, weight, bias), ctx.needs, strict=True) if needed]
             loss = _eager(input, weight, bias, target, scale, ctx.settings)
             found = iter(torch.autograd.grad((loss * grad_output).sum(), asked_for, create_graph=True))
@@ -212,7 +215,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             reduction = "sum" if reduction == "none" else reduction
             given = (input, weight, bias, target, share, ignore_index, label_smoothing, reduction)
             _, *gradients, _ = _ops.linear_cross_entropy(*given, ctx.needs, False, impl or "")
-        elif grad_output.device.type == "cpu" and not torch.compiler.is_compiling():
+        elif grad_output.device.type == "cpu" and type(grad_output) is Tensor and not torch.compiler.is_compiling():
             factor = grad_output.item()
             gradients = gradients if factor == 1 else [gradient.mul_(factor) for gradient in gradients]
         else:  # in the wider type: not to round the factor to bfloat16
@@ -254,7 +257,7 @@ def _check_linear(
     check_name(settings.impl)
     if not input.is_floating_point() or input.dim() < 1:
         raise TypeError(f"input: expected floating numbers, (..., H), got {_describe(input)}")
-    cast = torch.is_autocast_enabled(input.device.type) and input.dtype != torch.float64  # types become the same
+    cast = _autocasts(input)  # types become the same
     if weight.dim() != 2 or weight.shape[1] != input.shape[-1] or not (cast or weight.dtype == input.dtype):
         raise ValueError(
             f"linear_weight: expected (V, {input.shape[-1]}) {input.dtype}, like input, got {_describe(weight)}"
@@ -273,6 +276,14 @@ def _check_linear(
         raise ValueError(f"reduction: expected 'mean', 'sum' or 'none', got {settings.reduction!r}")
     if not 0 <= settings.label_smoothing <= 1:
         raise ValueError(f"label_smoothing: expected a number between 0 and 1, got {settings.label_smoothing!r}")
+
+
+def _autocasts(input: Tensor) -> bool:
+    """Whether autocast is on where a tensor is, and means it."""
+    device = input.device.type
+    return (
+        input.dtype != torch.float64 and torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    )
 
 
 def _describe(tensor: Tensor) -> str:

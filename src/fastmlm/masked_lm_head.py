@@ -1,21 +1,27 @@
 """A masked-language-modelling head for encoders of one's own, and the loss that it shares with sparse models."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastmlm import metrics
+from fastmlm.chunked import rank_of_targets
 from fastmlm.loss import Settings, loss_and_ranks
+
+if TYPE_CHECKING:
+    from typing import TypeGuard
 
 
 class MaskedLMHead(nn.Module):
     """``F.cross_entropy(decoder(norm(activation(dense(x[labels != -100])))), labels[labels != -100])``
 
     The head of BERT (Devlin et al. 2019, and its ``cls.predictions``), on selected positions only when there are
-    labels, with `fastmlm.linear_cross_entropy` as its loss. Parameters: ``dense``, ``norm`` and ``decoder``.
+    labels, with `fastmlm.linear_cross_entropy` as its loss, unless hooks or adapters (LoRA) came over the decoder:
+    then through the logits of the selected positions. Parameters: ``dense``, ``norm`` and ``decoder``. With labels,
+    ``torch.compile`` breaks its graph here.
 
     Args:
         hidden_size: H, of the encoder's hidden states.
@@ -76,18 +82,24 @@ class MaskedLMHead(nn.Module):
             A scalar, float32 (float64 for float64), 0 where nothing is selected; or (..., V).
 
         Raises:
-            ValueError: shapes do not fit, or a label is out of range (on the CPU).
+            TypeError: the labels are no int32 or int64.
+            ValueError: shapes do not fit, the weights require a gradient, or a label is out of range (on the CPU).
         """
         if labels is None:
             return self.decoder(self._transform(hidden_states))
         for name, given in (("labels", labels), ("weight_per_token", weight_per_token)):
             if given is not None and given.shape != hidden_states.shape[:-1]:
                 raise ValueError(f"{name}: expected {tuple(hidden_states.shape[:-1])}, got {tuple(given.shape)}")
+        if labels.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"labels: expected int32 or int64, got {labels.dtype}")
+        if weight_per_token is not None and weight_per_token.requires_grad:
+            raise ValueError("weight_per_token: expected numbers without a gradient, got a tensor that requires one")
         labels = labels.reshape(-1)
         rows = labels.ne(-100).nonzero().squeeze(-1)
         x = self._transform(hidden_states.reshape(-1, hidden_states.shape[-1]).index_select(0, rows))
         weights = None if weight_per_token is None else weight_per_token.reshape(-1).index_select(0, rows)
-        return projected_loss(x, self.decoder, labels.index_select(0, rows), num_items_in_batch, weights)
+        loss = projected_loss if is_plain_linear(self.decoder, 0) else _decoded_loss
+        return loss(x, self.decoder, labels.index_select(0, rows), num_items_in_batch, weights)
 
     def _transform(self, x: Tensor) -> Tensor:
         return self.norm(self.activation(self.dense(x)))
@@ -108,12 +120,45 @@ def projected_loss(
         weights = torch.ones(len(labels), dtype=dtype, device=x.device) if weights is None else weights.to(dtype)
         weights = weights / _divisor(num_items_in_batch, weights)
     accuracy = metrics.running()
-    loss, ranks = loss_and_ranks(
-        x, decoder.weight, labels, decoder.bias, weights, settings, with_ranks=accuracy is not None
-    )
+    try:
+        loss, ranks = loss_and_ranks(
+            x, decoder.weight, labels, decoder.bias, weights, settings, with_ranks=accuracy is not None
+        )
+    except ValueError as error:  # of a label out of range, which has another name there
+        raise ValueError(str(error).replace("target:", "labels:", 1)) from None
     if accuracy is not None:
         accuracy.add(ranks)
     return loss
+
+
+def _decoded_loss(
+    x: Tensor,
+    decoder: nn.Module,
+    labels: Tensor,
+    num_items_in_batch: int | Tensor | None = None,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """The same, by whatever the decoder makes of (K, H)."""
+    logits = decoder(x)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    losses = F.cross_entropy(logits, labels.long(), reduction="none")
+    losses = losses if weights is None else losses * weights
+    accuracy = metrics.running()
+    if accuracy is not None:
+        accuracy.add(rank_of_targets(logits.detach(), labels.long()))
+    return losses.sum() / _divisor(len(labels) if num_items_in_batch is None else num_items_in_batch, losses)
+
+
+def is_plain_linear(module: nn.Module, pre_hooks: int) -> "TypeGuard[nn.Linear]":
+    """Whether a module is nn.Linear and nothing is on it but so many forward pre-hooks, which are ours."""
+    hooks = (module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return (
+        type(module) is nn.Linear
+        and not nn.modules.module._has_any_global_hook()
+        and len(module._forward_pre_hooks) == pre_hooks
+        and not any(hooks)
+        and "forward" not in module.__dict__  # where accelerate puts its own
+    )
 
 
 def _divisor(count: int | Tensor, like: Tensor) -> Any:

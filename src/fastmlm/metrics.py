@@ -1,6 +1,7 @@
 """How often the selected tokens are predicted right: counted along with the loss, without logits kept for it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from types import TracebackType
 
@@ -22,19 +23,20 @@ class MaskedAccuracy:
         accuracy.compute()  # {"masked_accuracy": ..., "masked_accuracy_top5": ...}
 
     Where the loss is computed without logits, the right ones are counted as its chunks go by. Of ids with equal logits
-    the first counts as the likelier one. Models in other threads (``nn.DataParallel``) are not counted.
+    the first counts as the likelier one. Models in other threads (``nn.DataParallel``) are not counted, and what a
+    reentrant checkpoint runs twice counts twice.
 
     Args:
-        top_k: for which k to count the targets that are among the k likeliest ids.
+        top_k: for which k, one or several, to count the targets that are among the k likeliest ids.
 
     Raises:
         ValueError: a k is not a whole number of at least 1.
     """
 
-    def __init__(self, top_k: Sequence[int] = (1,)) -> None:
-        for k in top_k:
+    def __init__(self, top_k: int | Sequence[int] = (1,)) -> None:
+        self.top_k = tuple(top_k) if isinstance(top_k, Sequence) else (top_k,)
+        for k in self.top_k:
             check_top_k(k)
-        self.top_k = tuple(top_k)
         self.counts: Tensor | None = None  # (1 + len(top_k),) int64: all that were selected, and the right ones by k
         self._tokens: list[Token[MaskedAccuracy | None]] = []
 
@@ -65,6 +67,16 @@ class MaskedAccuracy:
 
 
 _RUNNING: ContextVar[MaskedAccuracy | None] = ContextVar("fastmlm_accuracy", default=None)
+
+
+@contextmanager
+def nobody_counts() -> Iterator[None]:
+    """In the block, calls are counted by nobody."""
+    before = _RUNNING.set(None)
+    try:
+        yield
+    finally:
+        _RUNNING.reset(before)
 
 
 def running() -> MaskedAccuracy | None:

@@ -23,10 +23,11 @@ class MaskedLMTrainer(Trainer):
     logits are (B, S, V) and lie beside their labels as ever.
 
     The log has ``masked_accuracy`` beside ``loss``, of the selected tokens since the last entry, and evaluations have
-    ``eval_masked_accuracy``, of all processes together; both are counted along with the loss (`MaskedAccuracy`).
+    ``eval_masked_accuracy``, of all processes together; both are counted along with the loss (`MaskedAccuracy`). Rows
+    that several processes repeat to have batches of one size count as often as they are evaluated.
 
     Args:
-        accuracy_top_k: for which k to log how often the target is among the k likeliest ids (k = 5:
+        accuracy_top_k: for which k, one or several, to log how often the target is among the k likeliest ids (k = 5:
             ``masked_accuracy_top5``); empty: for none.
 
     Raises:
@@ -39,10 +40,11 @@ class MaskedLMTrainer(Trainer):
         args: Any = None,
         data_collator: Any = None,
         *rest: Any,
-        accuracy_top_k: Sequence[int] = (1,),
+        accuracy_top_k: int | Sequence[int] = (1,),
         **named: Any,
     ) -> None:
         self._accuracy = MaskedAccuracy(accuracy_top_k)
+        self._may_log_training = False
         if isinstance(model, nn.Module):
             sparsify(model)  # before the Trainer looks whether the model divides its loss by the number of tokens
         super().__init__(model, args, data_collator, *rest, **named)
@@ -62,16 +64,37 @@ class MaskedLMTrainer(Trainer):
         with self._accuracy if self._accuracy.top_k else nullcontext():
             return super().training_step(*args, **kwargs)
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        self._accuracy.reset()
+        return super().train(*args, **kwargs)
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        self._may_log_training = True  # which all processes do then, and callers of `log` perhaps not
+        try:
+            super()._maybe_log_save_evaluate(*args, **kwargs)
+        finally:
+            self._may_log_training = False
+
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        if "loss" in logs:  # of training since the last one
+        if self._may_log_training and "loss" in logs:
+            self._may_log_training = False
             logs = logs | self._of_all_processes(self._accuracy)
             self._accuracy.reset()
         super().log(logs, *args, **kwargs)
 
-    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> EvalLoopOutput:
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
         accuracy = MaskedAccuracy(self._accuracy.top_k)
         with accuracy if accuracy.top_k else nullcontext():
-            output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+            output = super().evaluation_loop(
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
         found = self._of_all_processes(accuracy)
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in found.items()})
         return output
