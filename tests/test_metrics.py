@@ -68,6 +68,14 @@ def test_of_equal_logits_the_first_is_the_likelier(impl: str) -> None:
     assert masked_accuracy(x * torch.nan, weight, target, impl=impl).item() == 0
 
 
+def test_masked_accuracy_of_few_ids() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(4, 9, 16, generator=generator), torch.randn(5, 16, generator=generator)
+    target = torch.randint(5, (4, 9), generator=generator)
+    for k in (1, 3):
+        assert masked_accuracy(x, weight, target, top_k=k).item() == pytest.approx(by_topk(x @ weight.t(), target, k))
+
+
 def test_masked_accuracy_of_nothing_is_nan() -> None:
     x, weight, target, _ = case()
     assert masked_accuracy(x, weight, torch.full_like(target, -100)).isnan()

@@ -141,12 +141,18 @@ def linear_cross_entropy(
     )
 
 
+def all_taken(target: Tensor, vocab_size: int, ignore_index: int) -> bool:
+    """Whether the lowest and the highest target tell that no row is ignored and none is out of range."""
+    if not target.numel():
+        return False
+    low, high = (int(bound) for bound in target.aminmax())
+    return low >= 0 and high < vocab_size and not low <= ignore_index <= high
+
+
 def _taken(target: Tensor, vocab_size: int, ignore_index: int) -> Tensor | None:
     """The indices of the rows that are not ignored; None: all of them. On the CPU, targets are checked."""
-    if target.device.type == "cpu" and target.numel():
-        low, high = (int(bound) for bound in target.aminmax())
-        if low >= 0 and high < vocab_size and not low <= ignore_index <= high:
-            return None  # without another look at each
+    if target.device.type == "cpu" and all_taken(target, vocab_size, ignore_index):
+        return None
     taken = (target != ignore_index).nonzero()[:, 0]
     if target.device.type == "cpu":
         labels = target.index_select(0, taken)
