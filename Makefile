@@ -55,6 +55,7 @@ bench: $(READY)  ## measure against Hugging Face, write benchmarks/results/ and 
 	$(BIN)/python benchmarks/scaling.py
 	$(BIN)/python benchmarks/loss.py
 	$(BIN)/python benchmarks/head.py
+	$(BIN)/python benchmarks/roofline.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

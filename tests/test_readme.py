@@ -9,7 +9,9 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
 
 
-@pytest.mark.parametrize("name", ["readme.md", "demo.md", "support.md", "accumulation.md", "loss.md", "loss_errors.md"])
+@pytest.mark.parametrize(
+    "name", ["readme.md", "demo.md", "support.md", "accumulation.md", "loss.md", "loss_errors.md", "roofline.md"]
+)
 def test_tables_are_the_results(name: str) -> None:
     assert (ROOT / "benchmarks" / "results" / name).read_text("utf-8").strip() in README
 
