@@ -49,4 +49,5 @@ def test_codegen_wide_accesses(counts: Any, target: str) -> None:
 def test_codegen_draws_once(counts: Any, target: str) -> None:
     """Two streams of ten rounds of two multiplies serve four tokens: ten each, beside one for a random id."""
     found = counts["plain"][target]
-    assert 10 <= found["multiplies"] / found["tokens"] < 15
+    # A little less where a compiler makes the first rounds, alike for all lanes, once a program.
+    assert 8 <= found["multiplies"] / found["tokens"] < 15
