@@ -19,7 +19,7 @@ RANK = {
     "head_check": 3, "masked_lm_head": 3,  # and the head
     "masking": 2, "loss": 2, "metrics": 2, "strategies": 2,
     "dispatch": 1, "_ops": 1, "reference": 1,
-    "spec": 0, "philox": 0, "chunked": 0,
+    "spec": 0, "philox": 0, "chunked": 0, "selection": 0,
     "kernels": 1,
 }  # fmt: skip
 # Within a rank: the op finds its kernel through dispatch, and metrics are counted by the loss.
@@ -110,11 +110,15 @@ PUBLIC = [
     "MaskedLMHead",
     "MaskedTokens",
     "MaskingSpec",
+    "Overflow",
+    "SelectedRows",
     "available_impls",
     "densify",
     "linear_cross_entropy",
     "mask_tokens",
     "masked_accuracy",
+    "row_capacity",
+    "select_rows",
     "sparsify",
 ]
 

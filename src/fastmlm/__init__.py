@@ -12,6 +12,12 @@ from fastmlm.loss import linear_cross_entropy as linear_cross_entropy, masked_ac
 from fastmlm.masked_lm_head import MaskedLMHead as MaskedLMHead
 from fastmlm.masking import MaskedTokens as MaskedTokens, mask_tokens as mask_tokens
 from fastmlm.metrics import MaskedAccuracy as MaskedAccuracy
+from fastmlm.selection import (
+    Overflow as Overflow,
+    SelectedRows as SelectedRows,
+    row_capacity as row_capacity,
+    select_rows as select_rows,
+)
 from fastmlm.spec import MaskingSpec as MaskingSpec
 
 if TYPE_CHECKING:
@@ -26,11 +32,15 @@ __all__ = [
     "MaskedLMTrainer",
     "MaskedTokens",
     "MaskingSpec",
+    "Overflow",
+    "SelectedRows",
     "available_impls",
     "densify",
     "linear_cross_entropy",
     "mask_tokens",
     "masked_accuracy",
+    "row_capacity",
+    "select_rows",
     "sparsify",
 ]
 __version__ = "0.1.0"

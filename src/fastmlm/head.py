@@ -9,16 +9,19 @@ forward, the loss is put where the model would have put it.
 The hooks are plain functions, so copying or pickling a model copies nothing but their names, and what they share, the
 running call, lives in a ContextVar: threads and nested calls do not see each other's.
 
-`torch.compile` runs the hooks as they are and compiles what lies between them: it would compile the first one anew for
-every call, because each change of a ContextVar makes a token. Saying so loads `torch._dynamo` with this module.
+`torch.compile` runs the hooks as they are and compiles what lies between them: finding the selected rows makes a tensor
+as long as there are, and it cannot follow a ContextVar. Saying so loads `torch._dynamo` with this module. A call that
+brings its rows along (`fastmlm.select_rows`) is compiled as a whole; what the hooks share is then a variable, set while
+the call is traced, of which nothing is left in the compiled code.
 """
 
 import dataclasses
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import wraps
 from typing import Any, TypeVar
 
 import torch
@@ -28,9 +31,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from fastmlm import head_check, metrics
-from fastmlm.chunked import rank_of_targets
 from fastmlm.loss import masked_lm_loss
 from fastmlm.masked_lm_head import is_plain_linear, projected_loss
+from fastmlm.selection import SelectedRows, check_rows, labels_at, take_rows
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -46,18 +49,22 @@ class _Selection:
 
     labels: Tensor
     rows: Tensor
+    given: bool  # the rows came with the call, and may be fewer than K
     num_items_in_batch: int | Tensor | None
     pair_labels: Tensor | None
 
     def labels_of_rows(self, device: torch.device) -> Tensor:
         """The labels of the selected rows, (K,)."""
+        if self.given:
+            return labels_at(self.labels, self.rows, _IGNORE_INDEX).to(device)
         return self.labels.index_select(0, self.rows).to(device)
 
     def take(self, x: Tensor) -> Tensor:
         """The selected rows of (..., D), as (1, K, D): a batch of one sequence, which any head accepts."""
         if x.shape[:-1].numel() != self.labels.numel():
             raise ValueError(f"labels hold {self.labels.numel()} positions, but the model made {tuple(x.shape[:-1])}")
-        return x.reshape(-1, x.shape[-1]).index_select(0, self.rows.to(x.device)).unsqueeze(0)
+        flat, rows = x.reshape(-1, x.shape[-1]), self.rows.to(x.device)
+        return (take_rows(flat, rows) if self.given else flat.index_select(0, rows)).unsqueeze(0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +80,34 @@ class _Call:
 
 _CALL: ContextVar[_Call | None] = ContextVar("fastmlm_call", default=None)
 _LOSS_ONLY: ContextVar[bool] = ContextVar("fastmlm_loss_only", default=False)
+
+
+class _Traced:
+    """The call being traced by `torch.compile`, or left by a graph that broke inside of it."""
+
+    def __init__(self) -> None:
+        self.call: _Call | None = None
+
+
+_TRACED = _Traced()
+
+
+def _running() -> _Call | None:
+    if torch.compiler.is_compiling():
+        return _TRACED.call
+    return _CALL.get() or _TRACED.call
+
+
+def _hook(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook that runs as it is, and is compiled in a call that is compiled as a whole."""
+    eager = torch.compiler.disable(function)
+
+    @wraps(function)
+    def hook(*args: Any) -> Any:
+        traced = torch.compiler.is_compiling() and _TRACED.call is not None
+        return (function if traced else eager)(*args)
+
+    return hook
 
 
 @contextmanager
@@ -96,31 +131,46 @@ class _Applied:
     replaced: dict[str, Any]  # attributes of the instance that densify puts back
 
 
-@torch.compiler.disable
 def _take_labels(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Forward pre-hook of the model: open a call, and keep the labels from the model's own loss."""
+    return (_open if "rows" in kwargs else _open_eagerly)(model, args, kwargs)
+
+
+def _open(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     applied = model._fastmlm_sparse
     kwargs = dict(kwargs)
+    given = {name: kwargs.pop(name) for name in SelectedRows._fields if name in kwargs}
     position = applied.arguments.index("labels")
     if position < len(args):
         labels, args = args[position], (*args[:position], None, *args[position + 1 :])
     else:
         labels = kwargs.pop("labels", None)
+    if given:
+        check_rows(given.get("rows"))
     selection = None
     if labels is not None:
         labels = labels.reshape(-1)
-        rows = labels.ne(_IGNORE_INDEX).nonzero().squeeze(-1)
-        given = dict(zip(applied.arguments, args, strict=False)) | kwargs
-        selection = _Selection(labels, rows, kwargs.pop("num_items_in_batch", None), given.get(applied.pair_labels))
-    sparse = selection is not None and (model.training or _LOSS_ONLY.get())
-    _CALL.set(_Call(model, selection, sparse, outer=_CALL.get()))
+        rows = given["rows"] if given else labels.ne(_IGNORE_INDEX).nonzero().squeeze(-1)
+        named = dict(zip(applied.arguments, args, strict=False)) | kwargs
+        divisor = kwargs.pop("num_items_in_batch", None)
+        selection = _Selection(labels, rows, bool(given), divisor, named.get(applied.pair_labels))
+    traced = torch.compiler.is_compiling()
+    sparse = selection is not None and (model.training or (not traced and _LOSS_ONLY.get()))
+    call = _Call(model, selection, sparse, outer=_running())
+    if traced:
+        _TRACED.call = call
+    else:
+        _CALL.set(call)
     return args, kwargs
 
 
-@torch.compiler.disable
+_open_eagerly = torch.compiler.disable(_open)
+
+
+@_hook
 def _keep_rows(base: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     """Forward hook of the base model: in a sparse call, only the selected hidden states go on to the head."""
-    call = _CALL.get()
+    call = _running()
     if call is None or call.selection is None or not call.sparse or call.model.base_model is not base:
         return None
     selected = call.selection.take(output[0])
@@ -129,10 +179,10 @@ def _keep_rows(base: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     return dataclasses.replace(output, **{next(iter(output)): selected})
 
 
-@torch.compiler.disable
+@_hook
 def _compute_loss(decoder: nn.Module, args: tuple[Any, ...]) -> Any:
     """Forward pre-hook of the decoder: in a sparse call, the loss in place of logits, which then are of no rows."""
-    call = _CALL.get()
+    call = _running()
     if call is None or not call.sparse or not call.model._fastmlm_sparse.fused:  # type: ignore[union-attr]
         return None
     # Looked at in each call, since adapters and hooks may have come in between.
@@ -145,13 +195,16 @@ def _compute_loss(decoder: nn.Module, args: tuple[Any, ...]) -> Any:
     return (x[..., :0, :],)
 
 
-@torch.compiler.disable
+@_hook
 def _put_loss(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """Forward hook of the model, also after an exception (then without output): close the call and add the loss."""
-    call = _CALL.get()
+    call = _running()
     if call is None or call.model is not model:  # another hook failed before ours opened the call
         return None
-    _CALL.set(call.outer)
+    if call is _TRACED.call:
+        _TRACED.call = call.outer
+    else:
+        _CALL.set(call.outer)
     if call.selection is None or output is None:
         return None
     if call.losses:
@@ -163,7 +216,7 @@ def _put_loss(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], o
         loss = masked_lm_loss(logits.flatten(0, -2), labels, num_items_in_batch=divisor)
         accuracy = metrics.running()
         if accuracy is not None:
-            accuracy.add(rank_of_targets(logits.detach().flatten(0, -2), labels.long()))
+            accuracy.add_logits(logits.flatten(0, -2), labels)
     pair_labels = call.selection.pair_labels
     if pair_labels is not None:
         # After the tokens' logits in every model that has them.
@@ -191,6 +244,10 @@ def sparsify(model: _Model) -> _Model:
       Trainer gives it, ``model.accepts_loss_kwargs`` is set). Float32 at least; 0, not NaN, where nothing is selected.
       A pretraining model adds the loss of its pairs of sentences where their label is given (without it, its own loss
       would be None); with two losses, the Trainer is left to divide by the accumulation steps.
+
+    With ``rows`` and ``count`` of `fastmlm.select_rows` beside the labels, all tensors have fixed shapes, nothing waits
+    for a GPU, and ``torch.compile(fullgraph=True)`` and CUDA graphs take the call (where `loss_only` has no effect and
+    `MaskedAccuracy` does not count). Not for ``nn.DataParallel``, which would divide the rows among its replicas.
 
     Called without ``labels``, the model does what it always did.
 

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastmlm import metrics
-from fastmlm.chunked import rank_of_targets
 from fastmlm.loss import Settings, loss_and_ranks
+from fastmlm.selection import check_rows, labels_at, take_rows
 
 if TYPE_CHECKING:
     from typing import TypeGuard
@@ -20,8 +20,8 @@ class MaskedLMHead(nn.Module):
 
     The head of BERT (Devlin et al. 2019, and its ``cls.predictions``), on selected positions only when there are
     labels, with `fastmlm.linear_cross_entropy` as its loss, unless hooks or adapters (LoRA) came over the decoder:
-    then through the logits of the selected positions. Parameters: ``dense``, ``norm`` and ``decoder``. With labels,
-    ``torch.compile`` breaks its graph here.
+    then through the logits of the selected positions. Parameters: ``dense``, ``norm`` and ``decoder``. With labels
+    and without ``rows``, ``torch.compile`` breaks its graph here, and a GPU's host waits.
 
     Args:
         hidden_size: H, of the encoder's hidden states.
@@ -68,6 +68,8 @@ class MaskedLMHead(nn.Module):
         *,
         num_items_in_batch: int | Tensor | None = None,
         weight_per_token: Tensor | None = None,
+        rows: Tensor | None = None,
+        count: Tensor | None = None,
     ) -> Tensor:
         """The loss of the selected positions; or, without labels, the logits of all.
 
@@ -77,6 +79,8 @@ class MaskedLMHead(nn.Module):
             num_items_in_batch: the number of selected tokens of the whole optimizer step, by which the sum of losses is
                 then divided, so that micro-batches add up to one large batch; else the loss is their mean.
             weight_per_token: (...), what the loss of each token is multiplied by (masked diffusion: 1 / p).
+            rows, count: the selected positions as `fastmlm.select_rows` finds them, for a step of fixed shapes in which
+                nothing waits for a GPU: for ``torch.compile(fullgraph=True)`` and CUDA graphs.
 
         Returns:
             A scalar, float32 (float64 for float64), 0 where nothing is selected; or (..., V).
@@ -94,12 +98,18 @@ class MaskedLMHead(nn.Module):
             raise TypeError(f"labels: expected int32 or int64, got {labels.dtype}")
         if weight_per_token is not None and weight_per_token.requires_grad:
             raise ValueError("weight_per_token: expected numbers without a gradient, got a tensor that requires one")
-        labels = labels.reshape(-1)
-        rows = labels.ne(-100).nonzero().squeeze(-1)
-        x = self._transform(hidden_states.reshape(-1, hidden_states.shape[-1]).index_select(0, rows))
-        weights = None if weight_per_token is None else weight_per_token.reshape(-1).index_select(0, rows)
+        labels, x = labels.reshape(-1), hidden_states.reshape(-1, hidden_states.shape[-1])
+        weights = None if weight_per_token is None else weight_per_token.reshape(-1)
+        if rows is None:
+            rows = labels.ne(-100).nonzero().squeeze(-1)
+            x, targets = x.index_select(0, rows), labels.index_select(0, rows)
+            weights = None if weights is None else weights.index_select(0, rows)
+        else:
+            check_rows(rows)
+            x, targets = take_rows(x, rows), labels_at(labels, rows, -100)
+            weights = None if weights is None else labels_at(weights, rows, 0)
         loss = projected_loss if is_plain_linear(self.decoder, 0) else _decoded_loss
-        return loss(x, self.decoder, labels.index_select(0, rows), num_items_in_batch, weights)
+        return loss(self._transform(x), self.decoder, targets, num_items_in_batch, weights)
 
     def _transform(self, x: Tensor) -> Tensor:
         return self.norm(self.activation(self.dense(x)))
@@ -145,8 +155,9 @@ def _decoded_loss(
     losses = losses if weights is None else losses * weights
     accuracy = metrics.running()
     if accuracy is not None:
-        accuracy.add(rank_of_targets(logits.detach(), labels.long()))
-    return losses.sum() / _divisor(len(labels) if num_items_in_batch is None else num_items_in_batch, losses)
+        accuracy.add_logits(logits, labels)
+    divisor = labels.ne(-100).sum() if num_items_in_batch is None else num_items_in_batch
+    return losses.sum() / _divisor(divisor, losses)
 
 
 def is_plain_linear(module: nn.Module, pre_hooks: int) -> "TypeGuard[nn.Linear]":

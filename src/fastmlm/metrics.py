@@ -8,6 +8,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
+from fastmlm.chunked import rank_of_targets
 from fastmlm.loss import check_top_k
 
 
@@ -23,8 +24,8 @@ class MaskedAccuracy:
         accuracy.compute()  # {"masked_accuracy": ..., "masked_accuracy_top5": ...}
 
     Where the loss is computed without logits, the right ones are counted as its chunks go by. Of ids with equal logits
-    the first counts as the likelier one. Models in other threads (``nn.DataParallel``) are not counted, and what a
-    reentrant checkpoint runs twice counts twice.
+    the first counts as the likelier one. Models in other threads (``nn.DataParallel``) are not counted, nor calls
+    compiled with ``rows``, and what a reentrant checkpoint runs twice counts twice.
 
     Args:
         top_k: for which k, one or several, to count the targets that are among the k likeliest ids.
@@ -55,6 +56,11 @@ class MaskedAccuracy:
         found = torch.stack([selected.sum(), *((selected & (ranks < k)).sum() for k in self.top_k)])
         self.counts = found if self.counts is None else self.counts.to(found.device) + found
 
+    def add_logits(self, logits: Tensor, labels: Tensor) -> None:
+        """Count targets, (K,), below 0 where not selected, by the logits they have among, (K, V)."""
+        ranks = rank_of_targets(logits.detach(), labels.long().clamp(min=0))
+        self.add(ranks.masked_fill(labels < 0, -1))
+
     def compute(self) -> dict[str, float]:
         """``masked_accuracy`` and, for other k, ``masked_accuracy_topk``; nothing where no token was selected."""
         selected, *right = [0] if self.counts is None else self.counts.tolist()
@@ -80,5 +86,5 @@ def nobody_counts() -> Iterator[None]:
 
 
 def running() -> MaskedAccuracy | None:
-    """What counts the calls being made now."""
-    return _RUNNING.get()
+    """What counts the calls being made now; nothing in calls that are compiled, which cannot follow a ContextVar."""
+    return None if torch.compiler.is_compiling() else _RUNNING.get()
