@@ -15,7 +15,7 @@ RANK = {
     "cli": 6, "trainer": 6, "testing": 6,
     "": 5,  # fastmlm itself re-exports
     "collator": 4, "head": 4, "feeding": 4,
-    "padding": 3, "packing": 3, "seeding": 3, "hf_random": 3,  # what the collator is made of,
+    "padding": 3, "packing": 3, "seeding": 3, "epochs": 3, "hf_random": 3,  # what the collator is made of,
     "head_check": 3, "masked_lm_head": 3,  # and the head
     "masking": 2, "loss": 2, "metrics": 2, "strategies": 2,
     "dispatch": 1, "_ops": 1, "reference": 1,
@@ -27,7 +27,7 @@ ALSO = {("_ops", "dispatch"), ("metrics", "loss")}
 # Beside the standard library. Names under ``if TYPE_CHECKING`` cost nothing and are free.
 HEAVY = {"transformers", "accelerate", "datasets", "tokenizers", "matplotlib", "rich", "tqdm", "numpy", "safetensors"}
 MAY_LOAD = {
-    **dict.fromkeys(["cli", "trainer", "testing", "collator"], {"torch"} | HEAVY),
+    **dict.fromkeys(["cli", "trainer", "testing", "collator", "epochs"], {"torch"} | HEAVY),
     **{name: {"torch", "numpy"} for name in ("padding", "packing", "hf_random")}, "kernels": {"torch", "triton"},
     "feeding": {"torch", "numpy", "pyarrow", "datasets"},
 }  # fmt: skip
@@ -136,7 +136,7 @@ def test_import_loads_torch_alone() -> None:
     )
     assert lines[0] == ""
     loaded = lines[1].split()
-    lazy = ("collator", "padding", "packing", "hf_random", "cli", "trainer")
+    lazy = ("collator", "epochs", "padding", "packing", "hf_random", "cli", "trainer")
     assert not [m for m in loaded if m.split(".")[1] in lazy], loaded
     assert not [m for m in loaded if m.startswith("fastmlm.kernels.")], loaded
     assert lines[2] == "", "masking CPU tensors needs torch alone"

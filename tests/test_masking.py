@@ -114,14 +114,24 @@ def test_non_contiguous_arguments() -> None:
         "attention_mask": (wide % 5 != 0).t()[::2],
         "special_tokens_mask": (wide % 7 == 0).t()[::2],
         "mlm_probability": torch.rand((65, 6), generator=torch.Generator().manual_seed(3)).to(DEVICE).t()[::2],
-        "row_keys": torch.arange(6, device=DEVICE)[::2] - 2,
+        "row_keys": (torch.arange(6, device=DEVICE) - 2)[::2],
     }
     spec, ids = MaskingSpec(4, V), wide.t()[::2]
+    assert not any(value.is_contiguous() for value in (ids, *arguments.values()))
     strided = same(ids, spec, **arguments)
     plain = same(ids.contiguous(), spec, **{name: value.contiguous() for name, value in arguments.items()})
     assert torch.equal(strided.input_ids, plain.input_ids)
     assert torch.equal(strided.labels, plain.labels)
     assert (strided.labels != -100).any()
+    # Packed, with where rows start, their keys and the words as columns of wider tensors.
+    columns = torch.tensor([[0, 5], [6, 7], [64, 3], [65, 65]], device=DEVICE)
+    units = torch.cat([torch.arange(n) // 2 * 2 for n in (6, 58, 1)])[:, None].expand(-1, 2).contiguous().to(DEVICE)
+    packed = {"cu_seqlens": columns[:, 0], "row_keys": columns[:3, 1], "units": units[:, 1]}
+    assert not any(value.is_contiguous() for value in packed.values())
+    strided = same(wide[:, 0], spec, **packed)
+    plain = same(wide[:, 0].contiguous(), spec, **{name: value.contiguous() for name, value in packed.items()})
+    assert torch.equal(strided.labels, plain.labels)
+    assert not torch.equal(strided.labels, same(wide[:, 0], spec, **packed | {"row_keys": columns[:3, 0]}).labels)
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (3, 0), (0, 0), (0,)])

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 from transformers import BatchEncoding, DataCollatorForLanguageModeling, TrainerCallback
-from transformers.trainer_utils import has_length
 
 from fastmlm import hf_random, packing as _packing
 from fastmlm.dispatch import resolve
+from fastmlm.epochs import TellEpoch
 from fastmlm.masking import mask_tokens, row_keys
 from fastmlm.padding import pad_rows, real_tokens
 from fastmlm.seeding import Keys
@@ -164,7 +164,7 @@ class DataCollatorForMaskedLM(DataCollatorForLanguageModeling):
 
     def callback(self) -> TrainerCallback:
         """A callback for ``Trainer(callbacks=[...])`` that tells this collator the epochs, on resume too."""
-        return _TellEpoch(self)
+        return TellEpoch(self)
 
     # Hugging Face's members, which user code calls and overrides.
 
@@ -205,7 +205,13 @@ class DataCollatorForMaskedLM(DataCollatorForLanguageModeling):
         key, by_content = self._keys.next(self._checked_seed())
         units = None
         if self.whole_word_mask:
-            units = self._units(inputs, special_tokens_mask, offset_mapping, attention_mask, word_ids)
+            units = self._units(
+                inputs,
+                special_tokens_mask=special_tokens_mask,
+                offset_mapping=offset_mapping,
+                attention_mask=attention_mask,
+                word_ids=word_ids,
+            )
         return mask_tokens(
             inputs,
             self.spec,
@@ -309,33 +315,12 @@ class DataCollatorForMaskedLM(DataCollatorForLanguageModeling):
         special = (flags[inputs.clamp(0, flags.numel() - 1)] & SPECIAL) != 0
         return special if special_tokens_mask is None else special | (special_tokens_mask != 0)
 
-    def _units(
-        self,
-        inputs: Tensor,
-        special_tokens_mask: Tensor | None,
-        offset_mapping: Tensor | None,
-        attention_mask: Tensor | None,
-        word_ids: Tensor | None,
-    ) -> Tensor:
-        """Words from the best source there is: word_ids, else offsets and the vocabulary, else the vocabulary."""
+    def _units(self, inputs: Tensor, **columns: Tensor | None) -> Tensor:
+        """Words from the best source there is, as ``mask_tokens`` takes them."""
         if self._word_marks is None or len(self._word_marks) != self.spec.vocab_size:
             self._word_marks = words.marks_by_id(self.tokenizer)
-        if word_ids is None and offset_mapping is None:
-            flags, _ = self.spec.tables(inputs.device)
-            return words.units_by_id(
-                inputs, self._word_marks, flags, special_tokens_mask, attention_mask, impl=self.impl
-            )
-        special = self._special(inputs, special_tokens_mask)
-        if attention_mask is not None:
-            special |= attention_mask == 0
-        if word_ids is not None:
-            return words.units(words.starts_from_word_ids(word_ids), special, attention_mask)
-        assert offset_mapping is not None
-        starts = words.starts_from_offsets(offset_mapping)
-        # Offsets may include the space before a word, and punctuation has none: marks, if there are any, know more.
-        if bool((self._word_marks != words.STARTS).any()):
-            starts |= words.starts_from_marks(self._word_marks[inputs.clamp(0, len(self._word_marks) - 1)])
-        return words.units(starts, special, attention_mask)
+        flags, _ = self.spec.tables(inputs.device)
+        return words.units_of_batch(inputs, self._word_marks, flags, **columns, impl=self.impl)
 
     def _seed_generator(self, return_tensors: str) -> None:
         kind = torch.Generator if return_tensors == "pt" else np.random.Generator
@@ -378,20 +363,3 @@ def _takes_extra(mask: Callable[..., Any]) -> bool:
     """Whether a mask function takes more than Hugging Face's arguments."""
     parameters = signature(mask).parameters
     return "attention_mask" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-
-
-class _TellEpoch(TrainerCallback):
-    """Tells a collator the epochs of a Trainer run: counted, since ``state.epoch`` is wrong without a length."""
-
-    def __init__(self, collator: DataCollatorForMaskedLM) -> None:
-        self.collator = collator
-        self.epoch = 0
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # A resumed run starts in the epoch it broke off; without a length the Trainer replays all passes.
-        loader = kwargs.get("train_dataloader")
-        self.epoch = int(state.epoch or 0) if loader is not None and has_length(loader) else 0
-
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.collator.set_epoch(self.epoch)
-        self.epoch += 1

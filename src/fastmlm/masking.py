@@ -74,9 +74,9 @@ def mask_tokens(
     Source: Devlin et al., "BERT" (2019), section 3.1; the draw law stands in :mod:`fastmlm.philox`.
     """
     ids = _check_ids(input_ids, spec)
-    rows = _check_packing(cu_seqlens, input_ids)
+    rows, cu_seqlens = _check_packing(cu_seqlens, input_ids)
     seed_int, seed_tensor = _check_seed(seed, ids.device)
-    _check_row_keys(row_keys, rows, ids.device)
+    row_keys = _check_row_keys(row_keys, rows, ids.device)
     attention_mask = _check_like("attention_mask", attention_mask, input_ids)
     special_tokens_mask = _check_like("special_tokens_mask", special_tokens_mask, input_ids)
     units = _check_like("units", units, input_ids, _INTEGERS)
@@ -150,10 +150,10 @@ def _check_ids(input_ids: Tensor, spec: MaskingSpec) -> Tensor:
     return (ids[None] if ids.dim() == 1 else ids).contiguous()
 
 
-def _check_packing(cu_seqlens: Tensor | None, input_ids: Tensor) -> int:
-    """The number of rows."""
+def _check_packing(cu_seqlens: Tensor | None, input_ids: Tensor) -> tuple[int, Tensor | None]:
+    """The number of rows, and cu_seqlens as a contiguous tensor."""
     if cu_seqlens is None:
-        return 1 if input_ids.dim() == 1 else input_ids.shape[0]
+        return 1 if input_ids.dim() == 1 else input_ids.shape[0], None
     fits = isinstance(cu_seqlens, Tensor) and cu_seqlens.dtype in (torch.int32, torch.int64) and cu_seqlens.dim() == 1
     if not fits or cu_seqlens.numel() < 1 or cu_seqlens.device != input_ids.device:
         raise TypeError(
@@ -164,7 +164,7 @@ def _check_packing(cu_seqlens: Tensor | None, input_ids: Tensor) -> int:
         raise ValueError(f"input_ids: expected (N,) or (1, N) with cu_seqlens, got {_describe(input_ids)}")
     if cu_seqlens.numel() == 1 and input_ids.numel():
         raise ValueError(f"cu_seqlens: expected where rows start, from 0 to {input_ids.numel()}, got no row at all")
-    return cu_seqlens.numel() - 1
+    return cu_seqlens.numel() - 1, cu_seqlens.contiguous()
 
 
 def _check_seed(seed: int | Tensor, device: torch.device) -> tuple[int, Tensor | None]:
@@ -179,13 +179,15 @@ def _check_seed(seed: int | Tensor, device: torch.device) -> tuple[int, Tensor |
     return as_int64(int(seed)), None
 
 
-def _check_row_keys(row_keys: Tensor | None, rows: int, device: torch.device) -> None:
+def _check_row_keys(row_keys: Tensor | None, rows: int, device: torch.device) -> Tensor | None:
+    """row_keys as a contiguous tensor."""
     if row_keys is None:
-        return
+        return None
     if not isinstance(row_keys, Tensor) or row_keys.dtype != torch.int64 or row_keys.device != device:
         raise TypeError(f"row_keys: expected an int64 tensor on {device}, got {_describe(row_keys)}")
     if row_keys.shape != (rows,):
         raise ValueError(f"row_keys: expected one key a row, shape ({rows},), got {_describe(row_keys)}")
+    return row_keys.contiguous()
 
 
 def _check_like(

@@ -98,6 +98,37 @@ def units_by_id(
     return units(starts_from_marks(marks[inside]), special, attention_mask)
 
 
+def units_of_batch(
+    input_ids: Tensor,
+    marks: Tensor,
+    flags: Tensor,
+    special_tokens_mask: Tensor | None,
+    attention_mask: Tensor | None,
+    offset_mapping: Tensor | None,
+    word_ids: Tensor | None,
+    impl: str | None = None,
+) -> Tensor:
+    """:func:`units` from the best source there is: ``word_ids``, else offsets and the vocabulary, else the vocabulary.
+
+    Arguments as of :func:`units_by_id`, :func:`starts_from_offsets` and :func:`starts_from_word_ids`.
+    """
+    if word_ids is None and offset_mapping is None:
+        return units_by_id(input_ids, marks, flags, special_tokens_mask, attention_mask, impl)
+    special = (flags[input_ids.clamp(0, len(flags) - 1)] & SPECIAL) != 0
+    if special_tokens_mask is not None:
+        special |= special_tokens_mask != 0
+    if attention_mask is not None:
+        special |= attention_mask == 0
+    if word_ids is not None:
+        return units(starts_from_word_ids(word_ids), special, attention_mask)
+    assert offset_mapping is not None
+    starts = starts_from_offsets(offset_mapping)
+    # Offsets may include the space before a word, and punctuation has none: marks, if there are any, know more.
+    if bool((marks != STARTS).any()):
+        starts |= starts_from_marks(marks[input_ids.clamp(0, len(marks) - 1)])
+    return units(starts, special, attention_mask)
+
+
 def units(starts: Tensor, special: Tensor, attention_mask: Tensor | None) -> Tensor:
     """The position of the first token of each token's word, (B, S) int64, as ``mask_tokens`` takes it.
 
