@@ -16,14 +16,14 @@ RANK = {
     "": 5,  # fastmlm itself re-exports
     "collator": 4, "head": 4, "feeding": 4,
     "padding": 3, "packing": 3, "seeding": 3, "epochs": 3, "hf_random": 3,  # what the collator is made of,
-    "head_check": 3, "masked_lm_head": 3,  # and the head
+    "on_device": 3, "head_check": 3, "masked_lm_head": 3,  # and the head
     "masking": 2, "loss": 2, "metrics": 2, "strategies": 2,
     "dispatch": 1, "_ops": 1, "reference": 1,
     "spec": 0, "philox": 0, "chunked": 0, "selection": 0,
     "kernels": 1,
 }  # fmt: skip
 # Within a rank: the op finds its kernel through dispatch, and metrics are counted by the loss.
-ALSO = {("_ops", "dispatch"), ("metrics", "loss")}
+ALSO = {("_ops", "dispatch"), ("metrics", "loss"), ("on_device", "packing")}
 # Beside the standard library. Names under ``if TYPE_CHECKING`` cost nothing and are free.
 HEAVY = {"transformers", "accelerate", "datasets", "tokenizers", "matplotlib", "rich", "tqdm", "numpy", "safetensors"}
 MAY_LOAD = {
@@ -106,15 +106,18 @@ def fresh(code: str) -> list[str]:
 
 PUBLIC = [
     "DataCollatorForMaskedLM",
+    "MaskOnDevice",
     "MaskedAccuracy",
     "MaskedLMHead",
     "MaskedTokens",
     "MaskingSpec",
     "Overflow",
     "SelectedRows",
+    "advance_seed",
     "available_impls",
     "densify",
     "linear_cross_entropy",
+    "mask_batches",
     "mask_tokens",
     "masked_accuracy",
     "row_capacity",
@@ -136,7 +139,7 @@ def test_import_loads_torch_alone() -> None:
     )
     assert lines[0] == ""
     loaded = lines[1].split()
-    lazy = ("collator", "epochs", "padding", "packing", "hf_random", "cli", "trainer")
+    lazy = ("collator", "epochs", "on_device", "padding", "packing", "hf_random", "cli", "trainer")
     assert not [m for m in loaded if m.split(".")[1] in lazy], loaded
     assert not [m for m in loaded if m.startswith("fastmlm.kernels.")], loaded
     assert lines[2] == "", "masking CPU tensors needs torch alone"

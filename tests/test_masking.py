@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from oracle import DEVICE, agrees, calls, signed
 from torch import Tensor
 
-from fastmlm import MaskedTokens, MaskingSpec, available_impls, mask_tokens
+from fastmlm import MaskedTokens, MaskingSpec, advance_seed, available_impls, mask_tokens
 from fastmlm.masking import row_keys
 from fastmlm.strategies.words import units_by_id
 
@@ -106,6 +106,22 @@ def test_seed_as_number_and_as_tensor(seed: int) -> None:
         tensor = same(ids, spec, torch.tensor(signed(seed), device=DEVICE).reshape(shape))
         assert torch.equal(number.input_ids, tensor.input_ids)
     assert not torch.equal(number.labels, same(ids, spec, seed ^ 1 << 63).labels)
+
+
+def test_a_seed_that_advances_on_the_device() -> None:
+    """Each step has the masks of its own key, to which the host could have counted."""
+    ids, spec = batch((4, 65))["input_ids"], MaskingSpec(4, V, mlm_probability=0.5)
+    key, seed, seen = (1 << 64) - 3, torch.tensor([-3], device=DEVICE), set()
+    for _ in range(20):
+        masked = same(ids, spec, seed)
+        assert torch.equal(masked.labels, same(ids, spec, key).labels)
+        seen.add(tuple(masked.labels.flatten().tolist()))
+        advance_seed(seed)
+        key = (key + 0x9E3779B97F4A7C15) % (1 << 64)
+    assert len(seen) == 20
+    for wrong in (3, torch.tensor([1.0]), torch.tensor([1, 2]), torch.tensor([1], dtype=torch.int32)):
+        with pytest.raises(TypeError, match="seed: expected an int64 tensor of one element"):
+            advance_seed(wrong)
 
 
 def test_non_contiguous_arguments() -> None:

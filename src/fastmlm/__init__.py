@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fastmlm.dispatch import available_impls as available_impls
 from fastmlm.loss import linear_cross_entropy as linear_cross_entropy, masked_accuracy as masked_accuracy
 from fastmlm.masked_lm_head import MaskedLMHead as MaskedLMHead
-from fastmlm.masking import MaskedTokens as MaskedTokens, mask_tokens as mask_tokens
+from fastmlm.masking import MaskedTokens as MaskedTokens, advance_seed as advance_seed, mask_tokens as mask_tokens
 from fastmlm.metrics import MaskedAccuracy as MaskedAccuracy
 from fastmlm.selection import (
     Overflow as Overflow,
@@ -23,10 +23,12 @@ from fastmlm.spec import MaskingSpec as MaskingSpec
 if TYPE_CHECKING:
     from fastmlm.collator import DataCollatorForMaskedLM as DataCollatorForMaskedLM
     from fastmlm.head import densify as densify, sparsify as sparsify
-    from fastmlm.trainer import MaskedLMTrainer as MaskedLMTrainer
+    from fastmlm.on_device import mask_batches as mask_batches
+    from fastmlm.trainer import MaskedLMTrainer as MaskedLMTrainer, MaskOnDevice as MaskOnDevice
 
 __all__ = [
     "DataCollatorForMaskedLM",
+    "MaskOnDevice",
     "MaskedAccuracy",
     "MaskedLMHead",
     "MaskedLMTrainer",
@@ -34,9 +36,11 @@ __all__ = [
     "MaskingSpec",
     "Overflow",
     "SelectedRows",
+    "advance_seed",
     "available_impls",
     "densify",
     "linear_cross_entropy",
+    "mask_batches",
     "mask_tokens",
     "masked_accuracy",
     "row_capacity",
@@ -48,7 +52,9 @@ __version__ = "0.1.0"
 _LAZY = {
     "DataCollatorForMaskedLM": "fastmlm.collator",
     "MaskedLMTrainer": "fastmlm.trainer",
+    "MaskOnDevice": "fastmlm.trainer",
     "densify": "fastmlm.head",
+    "mask_batches": "fastmlm.on_device",
     "sparsify": "fastmlm.head",
 }
 

@@ -15,11 +15,12 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 from transformers import BatchEncoding, DataCollatorForLanguageModeling, TrainerCallback
 
-from fastmlm import hf_random, packing as _packing
+from fastmlm import hf_random, on_device, packing as _packing
 from fastmlm.dispatch import resolve
 from fastmlm.epochs import TellEpoch
 from fastmlm.masking import mask_tokens, row_keys
-from fastmlm.padding import pad_rows, real_tokens
+from fastmlm.padding import pad_rows
+from fastmlm.philox import real_tokens
 from fastmlm.seeding import Keys
 from fastmlm.spec import SPECIAL, MaskingSpec, integer
 from fastmlm.strategies import words
@@ -68,6 +69,9 @@ class DataCollatorForMaskedLM(DataCollatorForLanguageModeling):
             tokens see the other rows. ESM's ``token_dropout`` takes all rows for one: turn it off.
         position_ids_start: the first position of each packed row. RoBERTa and its like (XLM-R, CamemBERT, MPNet, ESM
             with absolute positions) number from ``padding_idx + 1``: give them 2.
+        mask_on_device: leave the masks to the device. Batches then hold ids in 4 bytes or 1, ``lengths`` and
+            ``mask_keys``, and are masked by `fastmlm.mask_batches` or `fastmlm.trainer.MaskOnDevice`, which give what
+            comes without it, bit for bit.
 
     Shapes: ``input_ids``, ``attention_mask`` and ``labels`` (B, S), int64; a BatchEncoding for dicts, a dict for ids.
     Packed: ``input_ids``, ``labels`` and ``position_ids`` (1, N), int64; ``cu_seq_lens_q`` and ``cu_seq_lens_k``
@@ -87,6 +91,7 @@ class DataCollatorForMaskedLM(DataCollatorForLanguageModeling):
     impl: str | None = field(default=None, kw_only=True)
     packing: bool = field(default=False, kw_only=True)
     position_ids_start: int = field(default=0, kw_only=True)
+    mask_on_device: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.rng not in ("philox", "torch"):
@@ -125,6 +130,10 @@ class DataCollatorForMaskedLM(DataCollatorForLanguageModeling):
             raise TypeError(f"tokenizer: expected one of transformers, got {type(self.tokenizer).__name__}")
         if self.pad_to_multiple_of is not None:
             integer("pad_to_multiple_of", self.pad_to_multiple_of, 1, 1 << 31)
+        if self.mask_on_device and (self.rng == "torch" or not self.mlm or self.return_tensors != "pt"):
+            raise ValueError(
+                "mask_on_device: expected False with rng='torch', mlm=False or return_tensors='np', got True"
+            )
         if self.rng == "torch":  # Hugging Face's masks have no room for these
             for name, default in (("random_words", "all"), ("exclude_original", False), ("impl", None)):
                 value = getattr(self, name)
@@ -170,6 +179,8 @@ class DataCollatorForMaskedLM(DataCollatorForLanguageModeling):
 
     def torch_call(self, examples: Sequence[Any]) -> Any:
         """Collate to tensors."""
+        if self.mask_on_device:
+            return self._ship(examples)
         return self._collate(examples, self.torch_mask_tokens, torch.where, _for_models)
 
     def numpy_call(self, examples: Sequence[Any]) -> Any:
@@ -205,13 +216,7 @@ class DataCollatorForMaskedLM(DataCollatorForLanguageModeling):
         key, by_content = self._keys.next(self._checked_seed())
         units = None
         if self.whole_word_mask:
-            units = self._units(
-                inputs,
-                special_tokens_mask=special_tokens_mask,
-                offset_mapping=offset_mapping,
-                attention_mask=attention_mask,
-                word_ids=word_ids,
-            )
+            units = self._units(inputs, special_tokens_mask, offset_mapping, attention_mask, word_ids)
         return mask_tokens(
             inputs,
             self.spec,
@@ -256,6 +261,38 @@ class DataCollatorForMaskedLM(DataCollatorForLanguageModeling):
 
     # What the members above share.
 
+    def _pad(self, examples: Sequence[Any]) -> tuple[dict[str, Any], Tensor]:
+        """The rows as padded columns; and their attention mask, among the columns or not."""
+        skip = () if self.whole_word_mask else ("offset_mapping",)
+        native = resolve(self._host_impl, _CPU) == "cpp"
+        padded = pad_rows(examples, self.tokenizer, None if self.packing else self.pad_to_multiple_of, skip, native)
+        attention = padded.get("attention_mask")
+        if attention is None:
+            left = self.tokenizer.padding_side == "left"
+            lengths = torch.tensor(_packing.row_lengths(examples), device="cpu")
+            attention = real_tokens(lengths, padded["input_ids"].shape[1], left)
+        return padded, attention
+
+    @property
+    def _host_impl(self) -> str | None:
+        return None if self.mask_on_device else self.impl
+
+    def _ship(self, examples: Sequence[Any]) -> Any:
+        """Collate to what the device needs to mask the batch itself."""
+        if type(self).torch_mask_tokens is not DataCollatorForMaskedLM.torch_mask_tokens:
+            raise TypeError(f"mask_on_device: expected False, since {type(self).__name__} has torch_mask_tokens itself")
+        columns, attention = self._pad(examples)
+        columns = {name: _for_models(x) if isinstance(x, Tensor) else x for name, x in columns.items()}
+        offsets, ids = columns.pop("offset_mapping", None), columns["input_ids"]
+        units = None
+        if self.whole_word_mask:
+            special, word_ids = columns.get("special_tokens_mask"), columns.pop("word_ids", None)
+            units = self._units(ids, special, offsets, attention, word_ids)
+        key, by_content = self._keys.next(self._checked_seed())
+        rows = row_keys(ids, attention) if by_content else None
+        batch = on_device.ship(columns, examples, attention, key, rows, units, self)
+        return BatchEncoding(batch) if isinstance(examples[0], Mapping) else batch
+
     def _collate(
         self,
         examples: Sequence[Any],
@@ -263,15 +300,7 @@ class DataCollatorForMaskedLM(DataCollatorForLanguageModeling):
         where: Callable[..., Any],
         convert: Callable[[Tensor], Any],
     ) -> Any:
-        skip = () if self.whole_word_mask else ("offset_mapping",)
-        native = resolve(self.impl, _CPU) == "cpp"
-        multiple = None if self.packing else self.pad_to_multiple_of
-        padded = pad_rows(examples, self.tokenizer, multiple, skip, native)
-        attention = padded.get("attention_mask")
-        if attention is None:
-            left = self.tokenizer.padding_side == "left"
-            lengths = torch.tensor(_packing.row_lengths(examples), device="cpu")
-            attention = real_tokens(lengths, padded["input_ids"].shape[1], left)
+        padded, attention = self._pad(examples)
         batch = {name: convert(column) if isinstance(column, Tensor) else column for name, column in padded.items()}
         special, offsets = batch.pop("special_tokens_mask", None), batch.pop("offset_mapping", None)
         if self.mlm:
@@ -315,12 +344,12 @@ class DataCollatorForMaskedLM(DataCollatorForLanguageModeling):
         special = (flags[inputs.clamp(0, flags.numel() - 1)] & SPECIAL) != 0
         return special if special_tokens_mask is None else special | (special_tokens_mask != 0)
 
-    def _units(self, inputs: Tensor, **columns: Tensor | None) -> Tensor:
+    def _units(self, inputs: Tensor, *columns: Tensor | None) -> Tensor:
         """Words from the best source there is, as ``mask_tokens`` takes them."""
         if self._word_marks is None or len(self._word_marks) != self.spec.vocab_size:
             self._word_marks = words.marks_by_id(self.tokenizer)
         flags, _ = self.spec.tables(inputs.device)
-        return words.units_of_batch(inputs, self._word_marks, flags, **columns, impl=self.impl)
+        return words.units_of_batch(inputs, self._word_marks, flags, *columns, impl=self._host_impl)
 
     def _seed_generator(self, return_tensors: str) -> None:
         kind = torch.Generator if return_tensors == "pt" else np.random.Generator

@@ -18,7 +18,8 @@ from datasets import Dataset, DatasetDict
 from torch import Tensor
 
 from fastmlm.dispatch import kernel
-from fastmlm.padding import fill_values, padded_width, real_tokens
+from fastmlm.padding import fill_values, padded_width
+from fastmlm.philox import real_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -301,6 +301,11 @@ def densify(model: _Model) -> _Model:
     return model
 
 
+def is_sparse(model: nn.Module) -> bool:
+    """Whether `sparsify` was applied to a model, or to the one inside of what is around it."""
+    return hasattr(_unwrap(model), "_fastmlm_sparse")
+
+
 def _unwrap(model: Any) -> Any:
     """The model inside what torch.compile, data parallelism and PEFT put around it, where hooks find base and head."""
     peft = sys.modules.get("peft")

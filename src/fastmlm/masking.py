@@ -120,6 +120,23 @@ def mask_tokens(
     return MaskedTokens(output.view(input_ids.shape), labels.view(input_ids.shape))
 
 
+def advance_seed(seed: Tensor) -> None:
+    """``seed += 0x9E3779B97F4A7C15``, modulo 2^64: the next step's key, where the seed lies
+
+    A captured CUDA graph that masks with a seed on the device, and then advances it, draws anew on every replay; so
+    does a compiled step. Keys come again after 2^64 steps, and runs whose first seeds are small numbers never meet.
+
+    Args:
+        seed: int64, one element, on any device; changed in place.
+
+    Raises:
+        TypeError: it is anything else.
+    """
+    if not isinstance(seed, Tensor) or seed.dtype != torch.int64 or seed.numel() != 1:
+        raise TypeError(f"seed: expected an int64 tensor of one element, got {_describe(seed)}")
+    seed.add_(as_int64(philox.GOLDEN))
+
+
 def row_keys(input_ids: Tensor, attention_mask: Tensor | None = None, impl: str | None = None) -> Tensor:
     """:func:`fastmlm.philox.row_keys`, by the implementation named or the fastest: (B, S) → (B,) int64."""
     attention_mask = _check_like("attention_mask", attention_mask, input_ids)
@@ -252,8 +269,8 @@ def _check_out(
             f"out: expected a tuple of two contiguous {dtype} tensors of shape {tuple(input_ids.shape)} on "
             f"{input_ids.device}, got {got}"
         )
-    if torch.compiler.is_compiling():
-        return  # addresses are not known yet
+    if torch.compiler.is_compiling() or input_ids.is_meta:
+        return  # there are no addresses
     output, labels, ids = _span(out[0]), _span(out[1]), _span(input_ids)
     others = [_span(tensor) for tensor in read if tensor is not None]
     shared = _meet(output, labels) or _meet(labels, ids) or (output != ids and _meet(output, ids))

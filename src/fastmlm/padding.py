@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fastmlm.dispatch import kernel
+from fastmlm.philox import real_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -91,13 +92,6 @@ def fill_values(tokenizer: "PreTrainedTokenizerBase") -> dict[str, int]:
         "labels": -100,
         "word_ids": -1,
     }
-
-
-def real_tokens(lengths: Tensor, width: int, left: bool) -> Tensor:
-    """The attention mask of rows of these lengths, (B,): (B, width) int64."""
-    column = torch.arange(width, device="cpu")
-    real = lengths[:, None]
-    return (column >= width - real if left else column < real).to(torch.int64)
 
 
 @dataclass

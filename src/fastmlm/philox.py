@@ -85,6 +85,13 @@ def first_real(attention_mask: Tensor) -> Tensor:
     return (attention_mask != 0).to(torch.uint8).argmax(1)
 
 
+def real_tokens(lengths: Tensor, width: int, left: bool) -> Tensor:
+    """The attention mask of rows of these lengths, (B,): (B, width) int64."""
+    column = torch.arange(width, device=lengths.device)
+    real = lengths[:, None]
+    return (column >= width - real if left else column < real).to(torch.int64)
+
+
 def position_weights(length: int, device: torch.device) -> Tensor:
     """``m((s + 1) * G) | 1`` for s = 0 … length - 1, int64: the multipliers of the row hash."""
     # Lengths are rounded up, so that batches of many lengths share few tables.

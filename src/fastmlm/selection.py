@@ -19,7 +19,7 @@ class SelectedRows(NamedTuple):
     """``rows``: flat indices of the selected positions, in order; ``count``: how many positions are selected."""
 
     rows: Tensor
-    count: Tensor
+    count: Tensor  # type: ignore[assignment]  # a tuple has a method of that name, which nobody needs here
 
 
 def select_rows(labels: Tensor, capacity: int, *, ignore_index: int = -100) -> SelectedRows:

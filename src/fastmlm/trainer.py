@@ -1,6 +1,9 @@
-"""Training with transformers' Trainer: the sparse head, epochs told to the collator, evaluation without idle logits."""
+"""Training with transformers' Trainer: the sparse head, epochs told to the collator, evaluation without idle logits.
 
-from collections.abc import Sequence
+And masks made on the device, for any Trainer.
+"""
+
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -9,9 +12,66 @@ from torch import Tensor, nn
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
+from fastmlm import on_device
 from fastmlm.collator import DataCollatorForMaskedLM
-from fastmlm.head import loss_only, sparsify
+from fastmlm.head import is_sparse, loss_only, sparsify
 from fastmlm.metrics import MaskedAccuracy
+from fastmlm.selection import Overflow
+from fastmlm.spec import integer
+
+
+class MaskOnDevice:
+    """``class MyTrainer(MaskOnDevice, transformers.Trainer)``: batches are masked on the device they were moved to.
+
+    The collator is a `DataCollatorForMaskedLM` with ``mask_on_device=True``, whose batches take a sixth of the bytes
+    on their way, and which makes no masks in the loader's processes. Training, its count of selected tokens, evaluation
+    and resumed runs see the masks that the collator would have made, bit for bit. Batches that have labels already are
+    left alone.
+
+    On a GPU a sparse model is given ``rows`` and ``count`` in training (`fastmlm.select_rows`), so that nothing in its
+    head waits; positions for which there were no rows are told when the loss is logged, by a warning. (transformers
+    itself waits in each step to hear whether the attention mask is all ones, where attention is ``"sdpa"``.)
+
+    Args:
+        row_capacity: how many rows; None: on a GPU as many as `fastmlm.row_capacity` says, and none on the CPU, where
+            nothing waits.
+
+    Raises:
+        ValueError: the collator masks its batches itself.
+    """
+
+    def __init__(self, *args: Any, row_capacity: int | None = None, **kwargs: Any) -> None:
+        if row_capacity is not None:
+            integer("row_capacity", row_capacity, 1, 1 << 31)
+        super().__init__(*args, **kwargs)
+        on_device.check_masks_on_device("data_collator", self.data_collator)  # type: ignore[attr-defined]
+        self._row_capacity = row_capacity
+        self._overflow = Overflow()
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
+        # Before the labels are counted; lazily, as many as are asked for.
+        return super().get_batch_samples(map(self._mask_training_batch, epoch_iterator), *args, **kwargs)  # type: ignore[misc]
+
+    def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        return super().prediction_step(model, self._mask_batch(inputs), *args, **kwargs)  # type: ignore[misc]
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        self._overflow.warn()
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
+    def _mask_batch(self, batch: Any) -> Any:
+        trainer: Any = self
+        if not on_device.is_shipped(batch):
+            return batch
+        return on_device.mask_batch(trainer._prepare_input(batch), trainer.data_collator)
+
+    def _mask_training_batch(self, batch: Any) -> Any:
+        trainer: Any = self
+        masked = self._mask_batch(batch)
+        asked_for = self._row_capacity is not None or trainer.args.device.type != "cpu"
+        if masked is batch or not asked_for or trainer.args.n_gpu > 1 or not is_sparse(trainer.model):
+            return masked
+        return on_device.with_rows(masked, trainer.data_collator, self._row_capacity, self._overflow)
 
 
 class MaskedLMTrainer(Trainer):

@@ -103,9 +103,10 @@ def units_of_batch(
     marks: Tensor,
     flags: Tensor,
     special_tokens_mask: Tensor | None,
-    attention_mask: Tensor | None,
     offset_mapping: Tensor | None,
+    attention_mask: Tensor | None,
     word_ids: Tensor | None,
+    *,
     impl: str | None = None,
 ) -> Tensor:
     """:func:`units` from the best source there is: ``word_ids``, else offsets and the vocabulary, else the vocabulary.

@@ -1,0 +1,207 @@
+"""Loops that mask on the device: Trainer, Accelerate and plain ones see what the collator's masks would have shown."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from test_on_device import assert_same, pair
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import Trainer
+
+from fastmlm import MaskedLMTrainer, MaskOnDevice, mask_batches, sparsify
+from fastmlm.testing import MASKED_LM_NAMES, make_model
+
+
+def rows_to_train_on(count: int = 12) -> list[dict[str, Any]]:
+    rng = np.random.default_rng(0)
+    return [{"input_ids": rng.integers(5, 37, 4 + i % 9).tolist()} for i in range(count)]
+
+
+@pytest.fixture
+def small(wordpiece) -> Any:
+    wordpiece.model_input_names = ["input_ids", "attention_mask"]
+    return wordpiece
+
+
+def model_for(tokenizer: Any, name: str = "Bert") -> Any:
+    return make_model(name, vocab_size=len(tokenizer)).float()
+
+
+def test_a_loop_of_ones_own(small) -> None:
+    plain, ships = pair(small)
+    rows = rows_to_train_on()
+    batches = mask_batches(DataLoader(rows, 4, collate_fn=ships), device="cpu")
+    assert len(batches) == 3
+    for _ in range(2):
+        expected = list(DataLoader(rows, 4, collate_fn=plain))
+        got = list(batches)
+        assert len(got) == 3
+        for one, other in zip(got, expected, strict=True):
+            assert_same(one, other)
+
+
+def test_rows_for_a_sparse_model(small) -> None:
+    _, ships = pair(small)
+    rows, model = rows_to_train_on(), sparsify(model_for(small))
+    loader = DataLoader(rows, 4, collate_fn=ships)
+    for plain, batch in zip(mask_batches(loader), mask_batches(loader, rows=True), strict=True):
+        assert len(batch["rows"]) == 128
+        assert batch["count"] == (plain["labels"] != -100).sum()
+        torch.testing.assert_close(model(**batch).loss, model(**plain).loss)
+    few = mask_batches(loader, rows=2)
+    with pytest.warns(UserWarning, match="selected positions did not count in the loss"):
+        assert {len(batch["rows"]) for batch in few} == {2}
+
+
+def test_accelerate(small) -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    plain, ships = pair(small)
+    rows = rows_to_train_on()
+    loader = Accelerator(cpu=True).prepare(DataLoader(rows, 4, collate_fn=ships))
+    for one, other in zip(mask_batches(loader), DataLoader(rows, 4, collate_fn=plain), strict=True):
+        assert_same(one, other)
+
+
+def test_workers_and_pinned_forms(small) -> None:
+    """What leaves a worker is what the collator made, and its epoch reaches them."""
+    plain, ships = pair(small, epoch=None)
+    rows = rows_to_train_on()
+    loader = DataLoader(rows, 4, collate_fn=ships, num_workers=1, persistent_workers=True)
+    for epoch in (0, 1):
+        ships.set_epoch(epoch)
+        plain.set_epoch(epoch)
+        for one, other in zip(mask_batches(loader), DataLoader(rows, 4, collate_fn=plain), strict=True):
+            assert_same(one, other)
+
+
+def arguments(path: Path, **changes: Any) -> transformers.TrainingArguments:
+    return transformers.TrainingArguments(
+        **{
+            "output_dir": str(path), "use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True,
+            "num_train_epochs": 2, "logging_steps": 1, "learning_rate": 0.01, "seed": 1, "data_seed": 1,
+            "per_device_train_batch_size": 2, "per_device_eval_batch_size": 4, "dataloader_pin_memory": False,
+        } | changes
+    )  # fmt: skip
+
+
+class OnDevice(MaskOnDevice, Trainer):
+    pass
+
+
+class SparseOnDevice(MaskOnDevice, MaskedLMTrainer):
+    pass
+
+
+def train(cls: Any, collator: Any, path: Path, model: Any, resume: Any = None, **kwargs: Any) -> Any:
+    """A Trainer that has trained, with all batches that its model saw."""
+    changes, named = kwargs.pop("changes", {}), kwargs
+    seen: list[dict[str, Tensor]] = []
+    callbacks = [] if issubclass(cls, MaskedLMTrainer) else [collator.callback()]
+    trainer = cls(
+        model, arguments(path, **changes), data_collator=collator, train_dataset=rows_to_train_on(),
+        eval_dataset=rows_to_train_on(6), callbacks=callbacks, **named,
+    )  # fmt: skip
+    trainer.model.register_forward_pre_hook(  # after a sparse model was tried
+        lambda _m, _a, given: seen.append({k: x.clone() for k, x in given.items() if isinstance(x, Tensor)}),
+        with_kwargs=True,
+        prepend=True,
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer, seen
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("classes", [(Trainer, OnDevice), (MaskedLMTrainer, SparseOnDevice)], ids=["plain", "sparse"])
+@pytest.mark.parametrize("name", MASKED_LM_NAMES[:2])
+def test_the_trainer(small, tmp_path, name, classes, steps) -> None:
+    """Every batch, the number of selected tokens, losses, weights and evaluation are as with the collator's masks."""
+    changes = {"gradient_accumulation_steps": steps, "eval_strategy": "epoch"}
+    plain, ships = pair(small, epoch=None)
+    runs = []
+    for cls, collator in zip(classes, (plain, ships), strict=True):
+        model = model_for(small, name)
+        model.accepts_loss_kwargs = True
+        runs.append(train(cls, collator, tmp_path, model, changes=changes))
+    (one, seen_one), (other, seen_other) = runs
+    assert len(seen_one) == len(seen_other) == 2 * (6 + 2)
+    for expected, got in zip(seen_one, seen_other, strict=True):
+        assert_same(got, expected)
+    if steps > 1:
+        assert "num_items_in_batch" in seen_other[0]
+    timed = ("runtime", "per_second", "flos")
+    for expected, got in zip(one.state.log_history, other.state.log_history, strict=True):
+        keep = {k: v for k, v in expected.items() if not k.endswith(timed)}
+        assert {k: v for k, v in got.items() if not k.endswith(timed)} == keep
+    for expected, got in zip(one.model.parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_a_resumed_run(small, tmp_path) -> None:
+    """Resumed in the middle of an epoch: the masks and weights of the unbroken run."""
+    changes = {"save_strategy": "steps", "save_steps": 4}
+    whole, seen_whole = train(OnDevice, pair(small, epoch=None)[1], tmp_path, model_for(small), changes=changes)
+    resumed, seen = train(
+        OnDevice, pair(small, epoch=None)[1], tmp_path, model_for(small), tmp_path / "checkpoint-8", changes=changes
+    )
+    assert len(seen) == 4
+    for got, expected in zip(seen, seen_whole[8:], strict=True):
+        assert_same(got, expected)
+    for got, expected in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_rows_in_the_trainer(small, tmp_path) -> None:
+    """With a capacity, the sparse model is given rows in training, and what has no row is told."""
+    model = sparsify(model_for(small))
+    trainer, seen = train(SparseOnDevice, pair(small)[1], tmp_path, model, row_capacity=64)
+    assert {len(batch["rows"]) for batch in seen} == {64}
+    assert all(batch["count"] == (batch["labels"] != -100).sum() for batch in seen)
+    trainer.evaluate()
+    assert "rows" not in seen[-1]
+    expected, _ = train(MaskedLMTrainer, pair(small)[0], tmp_path, model_for(small))
+    losses = [[entry["loss"] for entry in run.state.log_history if "loss" in entry] for run in (trainer, expected)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
+    with pytest.warns(UserWarning, match="selected positions did not count in the loss"):
+        train(SparseOnDevice, pair(small)[1], tmp_path, sparsify(model_for(small)), row_capacity=1)
+
+
+def test_a_dense_model_is_given_no_rows(small, tmp_path) -> None:
+    _, seen = train(OnDevice, pair(small)[1], tmp_path, model_for(small), row_capacity=64)
+    assert not any("rows" in batch for batch in seen)
+
+
+def test_batches_that_have_labels_are_left_alone(small, tmp_path) -> None:
+    """Evaluation with batches of another collator."""
+    plain, ships = pair(small)
+    trainer, seen = train(OnDevice, ships, tmp_path, model_for(small))
+    rows = rows_to_train_on(6)
+    trainer.get_eval_dataloader = lambda *args: DataLoader(rows, 4, collate_fn=plain)
+    before = len(seen)
+    trainer.evaluate()
+    for got, expected in zip(seen[before:], DataLoader(rows, 4, collate_fn=plain), strict=True):
+        assert_same({name: got[name] for name in expected}, dict(expected))
+
+
+def test_bad_arguments(wordpiece, tmp_path) -> None:
+    plain, ships = pair(wordpiece)
+    rows = rows_to_train_on()
+    with pytest.raises(ValueError, match=r"collator: expected a .*DataCollatorForMaskedLM with mask_on"):
+        mask_batches(DataLoader(rows, 4, collate_fn=plain))
+    with pytest.raises(ValueError, match=r"collator: .*got NoneType"):
+        mask_batches([ships(rows)])
+    with pytest.raises(ValueError, match=r"batches: expected batches of a collator .* got one with input_ids"):
+        next(iter(mask_batches([plain(rows)], collator=ships)))
+    with pytest.raises(TypeError, match=r"rows: expected True, False or how many, got 0.15"):
+        mask_batches([], collator=ships, rows=0.15)
+    with pytest.raises(ValueError, match=r"rows: expected at least 1, got -1"):
+        mask_batches([], collator=ships, rows=-1)
+    with pytest.raises(ValueError, match=r"data_collator: expected a .*DataCollatorForMaskedLM with mask_on"):
+        OnDevice(model_for(wordpiece), arguments(tmp_path), data_collator=plain, train_dataset=rows)
+    with pytest.raises(ValueError, match="row_capacity"):
+        OnDevice(model_for(wordpiece), arguments(tmp_path), data_collator=ships, row_capacity=0)
