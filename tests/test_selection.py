@@ -10,10 +10,20 @@ from scipy import stats
 from test_masked_lm_head import H as HEAD_H, V as HEAD_V, case
 from torch import Tensor
 
-from fastmlm import MaskedAccuracy, MaskedLMHead, Overflow, row_capacity, select_rows, sparsify
+from fastmlm import (
+    MaskedAccuracy,
+    MaskedLMHead,
+    MaskingSpec,
+    Overflow,
+    advance_seed,
+    mask_tokens,
+    row_capacity,
+    select_rows,
+    sparsify,
+)
 from fastmlm.head import _TRACED, loss_only
 from fastmlm.selection import labels_at, take_rows
-from fastmlm.testing import CLOSE, dense_loss, gradients, make_batch, make_model
+from fastmlm.testing import CLOSE, V, dense_loss, gradients, make_batch, make_model
 
 
 def with_rows(batch: dict[str, Tensor], capacity: int = 128) -> dict[str, Tensor]:
@@ -254,6 +264,32 @@ def test_fullgraph(name: str, whole: bool) -> None:
                 torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-7)
     finally:
         torch.compiler.reset()
+
+
+@of_dynamo
+def test_fullgraph_from_ids_to_loss() -> None:
+    """Masks by a seed on the device, which advances; rows; the model: the README's step, in one graph."""
+    sparse, spec = sparsify(make_model()), MaskingSpec(3, V, (0, 1, 2), mlm_probability=0.4)
+
+    def step(ids: Tensor, seed: Tensor) -> Tensor:
+        masked = mask_tokens(ids, spec, seed=seed)
+        advance_seed(seed)
+        selected = select_rows(masked.labels, row_capacity(ids.numel(), spec.mlm_probability))
+        return sparse(input_ids=masked.input_ids, labels=masked.labels, **selected._asdict()).loss
+
+    compiled: Any = torch.compile(step, fullgraph=True, backend="aot_eager")
+    seeds, losses = (torch.tensor([5]), torch.tensor([5])), []
+    try:
+        for i in range(3):
+            ids = torch.randint(4, V, (4, 10), generator=torch.Generator().manual_seed(i))
+            expected, loss = (function(ids, seed) for function, seed in zip((step, compiled), seeds, strict=True))
+            torch.testing.assert_close(loss, expected, **CLOSE)
+            torch.testing.assert_close(gradients(sparse, loss), gradients(sparse, expected), **CLOSE)
+            assert torch.equal(*seeds)
+            losses.append(loss.item())
+    finally:
+        torch.compiler.reset()
+    assert len(set(losses)) == 3
 
 
 @of_dynamo
