@@ -1,5 +1,7 @@
 """Loops that mask on the device: Trainer, Accelerate and plain ones see what the collator's masks would have shown."""
 
+import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from test_distributed import run
 from test_on_device import assert_same, pair
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -174,6 +177,41 @@ def test_rows_in_the_trainer(small, tmp_path) -> None:
 def test_a_dense_model_is_given_no_rows(small, tmp_path) -> None:
     _, seen = train(OnDevice, pair(small)[1], tmp_path, model_for(small), row_capacity=64)
     assert not any("rows" in batch for batch in seen)
+
+
+def on_two(rank: int, tokenizer: Any, path: Path, dispatch: bool) -> None:
+    """Each process sees rows of its own, with the masks that one process gives them."""
+    names = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2}
+    os.environ |= {name: str(value) for name, value in names.items()}  # what accelerate looks for
+    changes = {
+        "num_train_epochs": 1, "ddp_backend": "gloo",
+        "accelerator_config": {"dispatch_batches": dispatch, "split_batches": False},
+    }  # fmt: skip
+    # Dispatched batches are put together for all processes, and must be of one width.
+    _, ships = pair(tokenizer, epoch=None, pad_to_multiple_of=16)
+    trainer, seen = train(OnDevice, ships, path / str(rank), model_for(tokenizer), changes=changes)
+    assert trainer.args.world_size == 2
+    plain, _ = pair(tokenizer, epoch=0)
+    expected = {tuple(row["input_ids"]): plain([row]) for row in rows_to_train_on()}
+    found = [row for batch in seen for row in rows_of_batch(batch)]
+    assert len(found) == 6
+    for original, ids, labels in found:
+        assert ids == tuple(expected[original]["input_ids"][0].tolist())
+        assert labels == tuple(expected[original]["labels"][0].tolist())
+
+
+def rows_of_batch(batch: dict[str, Tensor]) -> list[tuple[tuple[int, ...], ...]]:
+    """For each row without padding: what it was, its ids and its labels."""
+    rows = []
+    for ids, labels, real in zip(batch["input_ids"], batch["labels"], batch["attention_mask"] == 1, strict=True):
+        original = torch.where(labels == -100, ids, labels)
+        rows.append(tuple(tuple(column[real].tolist()) for column in (original, ids, labels)))
+    return rows
+
+
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_two_processes(small, tmp_path, dispatch) -> None:
+    run(partial(on_two, tokenizer=small, path=tmp_path, dispatch=dispatch), tmp_path)
 
 
 def test_batches_that_have_labels_are_left_alone(small, tmp_path) -> None:
