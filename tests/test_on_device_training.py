@@ -145,6 +145,20 @@ def test_the_trainer(small, tmp_path, name, classes, steps) -> None:
         assert torch.equal(got, expected)
 
 
+def test_metrics_are_given_the_masked_inputs(small, tmp_path) -> None:
+    given = []
+    for cls, collator in zip((Trainer, OnDevice), pair(small), strict=True):
+        trainer = cls(
+            model_for(small), arguments(tmp_path, include_for_metrics=["inputs"]), data_collator=collator,
+            eval_dataset=rows_to_train_on(6), compute_metrics=lambda found: given.append(found) or {},
+        )  # fmt: skip
+        trainer.evaluate()
+    expected, got = given
+    assert np.array_equal(got.inputs, expected.inputs)
+    assert np.array_equal(got.label_ids, expected.label_ids)
+    assert (got.inputs == small.mask_token_id).any()
+
+
 def test_a_resumed_run(small, tmp_path) -> None:
     """Resumed in the middle of an epoch: the masks and weights of the unbroken run."""
     changes = {"save_strategy": "steps", "save_steps": 4}

@@ -22,9 +22,8 @@ from fastmlm.spec import MaskingSpec, check_ids
 # among processes divides them with it: the key of the batch, and that of the row.
 _KEYS, _LENGTHS, _UNITS, _SPECIAL = "mask_keys", "lengths", "units", "special_tokens_mask"
 _BOUNDS = "cu_seq_lens_q"
-_WORD_SIZE = (
-    4.0  # Σ size² / Σ size of words is 1.2 for English under BERT's tokenizer; rare words and scripts take more
-)
+# Σ size² / Σ size of words is 1.2 for English under BERT's tokenizer; rare words and other scripts have larger ones.
+_WORD_SIZE = 4.0
 
 
 class Collator(Protocol):

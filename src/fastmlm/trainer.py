@@ -53,7 +53,11 @@ class MaskOnDevice:
         return super().get_batch_samples(map(self._mask_training_batch, epoch_iterator), *args, **kwargs)  # type: ignore[misc]
 
     def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        return super().prediction_step(model, self._mask_batch(inputs), *args, **kwargs)  # type: ignore[misc]
+        masked = self._mask_batch(inputs)
+        if masked is not inputs:  # in its place, for the loop may hand it on to metrics
+            inputs.clear()
+            inputs.update(masked)
+        return super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         self._overflow.warn()
