@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastmlm.dispatch import kernel, resolve
 
-LOSS_IMPLS = ("reference", "cpp")  # that linear_cross_entropy has so far
+LOSS_IMPLS = ("reference", "cpp", "triton")  # that linear_cross_entropy has
 
 _library = torch.library.Library("fastmlm", "DEF")
 

@@ -12,9 +12,17 @@ from torch import Tensor
 class Chunks:
     """What is done with a chunk of rows; the kernels of a device override what it does better in another way."""
 
+    # Whether ignored rows are taken out before they are multiplied, for which the host must know how many they are;
+    # else `cross_entropy` comes to see them, and gives them a loss and gradients of 0 and a rank of -1.
+    drops_ignored = True
+
     def rows(self, count: int, weight: Tensor) -> int:
         """How many of ``count`` rows to take at a time: as many as fit a budget of memory, and at least 1024."""
         return max((1 << 28) // max(len(weight) * weight.itemsize, 1), 1024)
+
+    def buffer(self, like: Tensor, rows: int, vocab_size: int) -> Tensor:
+        """Where the logits of a chunk go, (rows, V)."""
+        return like.new_empty(rows, vocab_size)
 
     def project(self, x: Tensor, weight: Tensor, logits: Tensor) -> None:
         """``logits.copy_(x @ weight.t())``"""
@@ -99,19 +107,17 @@ def linear_cross_entropy(
 
     Losses are float32 (float64 for float64) whatever the type of the input, and so are the sums over rows.
     """
-    taken = _taken(target, len(weight), ignore_index)
+    taken = _taken(target, len(weight), ignore_index) if chunks.drops_ignored else None
+    ignored = None if chunks.drops_ignored else target == ignore_index
     rows, labels = (input, target) if taken is None else (input.index_select(0, taken), target.index_select(0, taken))
     wide = torch.promote_types(input.dtype, torch.float32)
     count, vocab_size = len(rows), len(weight)
-    share = 1 / max(count, 1) if reduction == "mean" else 1.0
-    if scale is None:
-        factors = input.new_full((count,), share, dtype=wide)
-    else:
-        factors = (scale if taken is None else scale.index_select(0, taken)) * share
     labels, losses = labels.contiguous(), input.new_empty(count, dtype=wide)
+    scale = scale if scale is None or taken is None else scale.index_select(0, taken)
+    factors = _factors(losses, scale, ignored, reduction)
     parts = -(-count // chunks.rows(count, weight))
     step = -(-count // max(parts, 1))  # of one size: a rest of few rows would be a poor matrix product
-    buffer = input.new_empty(step, vocab_size)
+    buffer = chunks.buffer(input, step, vocab_size)
     ranks = labels.new_empty(count) if with_ranks else None
     grad_rows = torch.empty_like(rows, memory_format=torch.contiguous_format) if needs[0] else None
     grad_weight = chunks.weight_gradient(weight, parts > 1) if needs[1] else None
@@ -119,6 +125,8 @@ def linear_cross_entropy(
     for start in range(0, count, max(step, 1)):
         part = slice(start, min(start + step, count))
         x, logits = rows[part], buffer[: part.stop - start]
+        if ignored is not None:  # they may be NaN, and 0 times NaN is not 0
+            x = x.masked_fill(ignored[part, None], 0)
         chunks.project(x, weight, logits)
         chunks.cross_entropy(
             logits, bias, labels[part], factors[part], label_smoothing, losses[part], grad_bias,
@@ -160,6 +168,17 @@ def _taken(target: Tensor, vocab_size: int, ignore_index: int) -> Tensor | None:
         if len(wrong):
             raise ValueError(f"target: expected ids in [0, {vocab_size}) or {ignore_index}, got {wrong[0].item()}")
     return None if len(taken) == len(target) else taken
+
+
+def _factors(losses: Tensor, scale: Tensor | None, ignored: Tensor | None, reduction: str) -> Tensor:
+    """What each of the losses is multiplied by; 0 if ignored. Dense, whatever the scale is."""
+    mean = reduction == "mean"
+    if ignored is None:
+        share = 1 / max(len(losses), 1) if mean else 1.0
+        return torch.full_like(losses, share) if scale is None else scale * share
+    scale = torch.ones_like(losses) if scale is None else scale
+    scale = scale / (~ignored).sum() if mean else scale
+    return scale.masked_fill(ignored, 0)
 
 
 def _put_back(x: Tensor, taken: Tensor | None, count: int, fill: int) -> Tensor:

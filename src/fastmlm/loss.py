@@ -72,8 +72,11 @@ def linear_cross_entropy(
     Ignored rows are dropped before they are multiplied, the rest go through in chunks (:mod:`fastmlm.chunked`), and
     gradients are computed with the loss, so the logits of all rows never exist at once. They are computed anew in the
     backward pass with ``reduction="none"``, and in float16, where a scaled loss must scale them before they are
-    rounded. Gradients of gradients hold all logits; ``torch.func`` is not served. With less than half as many ids as
-    H, and no ignored row, it is the line above, which is then the fastest.
+    rounded. Gradients of gradients hold all logits; ``torch.func`` is not served.
+
+    On a GPU nothing is read on the host, so that CUDA graphs can hold it: ignored rows are multiplied like others and
+    then passed over, whatever is in them. Where they are many, take the selected rows first (`fastmlm.select_rows`).
+    On a CPU, with less than half as many ids as H and no ignored row, it is the line above, which is then the fastest.
 
     Args:
         input: (..., H), any floating type; under autocast, its type.
@@ -86,14 +89,15 @@ def linear_cross_entropy(
         reduction: ``"mean"`` over the rows that take part, whatever their weights; ``"sum"``; or ``"none"``, (...) with
             0 where ignored.
         label_smoothing: share of each target spread evenly over all of V.
-        impl: ``"reference"``, or ``"cpp"`` on the CPU, which treats float32 and bfloat16 in native code; None: the
-            fastest. They differ by rounding.
+        impl: ``"reference"``, which waits for a GPU to count the rows; ``"cpp"`` on the CPU, which treats float32 and
+            bfloat16 in native code; ``"triton"`` on a GPU; None: the fastest. They differ by rounding.
 
     Returns:
         The loss, float32 (float64 for float64 input); exactly 0 with zero gradients where no row takes part.
 
     Raises:
-        TypeError, ValueError: naming the argument. Targets are checked on the CPU only.
+        TypeError, ValueError: naming the argument. Targets are checked on the CPU only; on a GPU a wrong one makes the
+            loss NaN.
         RuntimeError: ``impl`` cannot run here.
     """
     settings = Settings(ignore_index, label_smoothing, reduction, impl)
@@ -249,11 +253,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
             reduction = "sum" if reduction == "none" else reduction
             given = (input, weight, bias, target, share, ignore_index, label_smoothing, reduction)
             _, *gradients, _ = _ops.linear_cross_entropy(*given, ctx.needs, False, impl or "")
-        elif grad_output.device.type == "cpu" and type(grad_output) is Tensor and not torch.compiler.is_compiling():
+        elif torch.compiler.is_compiling() or type(grad_output) is not Tensor:
+            # In the wider type: not to round the factor to bfloat16.
+            gradients = [(gradient.to(grad_output.dtype) * grad_output).to(gradient.dtype) for gradient in gradients]
+        elif grad_output.device.type == "cpu":
             factor = grad_output.item()
             gradients = gradients if factor == 1 else [gradient.mul_(factor) for gradient in gradients]
-        else:  # in the wider type: not to round the factor to bfloat16
-            gradients = [(gradient.to(grad_output.dtype) * grad_output).to(gradient.dtype) for gradient in gradients]
+        else:  # a factor of one dimension counts in the type of the product, which is then the wider one as well
+            gradients = [gradient.mul_(grad_output.reshape(1)) for gradient in gradients]
         asked = [gradient if needed else None for gradient, needed in zip(gradients, ctx.needs, strict=True)]
         return *asked, None, None, None, None, None
 
