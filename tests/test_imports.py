@@ -27,8 +27,8 @@ ALSO = {("_ops", "dispatch"), ("metrics", "loss"), ("on_device", "packing")}
 # Beside the standard library. Names under ``if TYPE_CHECKING`` cost nothing and are free.
 HEAVY = {"transformers", "accelerate", "datasets", "tokenizers", "matplotlib", "rich", "tqdm", "numpy", "safetensors"}
 MAY_LOAD = {
-    **dict.fromkeys(["cli", "trainer", "testing", "collator", "epochs"], {"torch"} | HEAVY),
-    **{name: {"torch", "numpy"} for name in ("padding", "packing", "hf_random")}, "kernels": {"torch", "triton"},
+    **dict.fromkeys(["cli", "trainer", "testing", "collator", "epochs", "hf_random"], {"torch"} | HEAVY),
+    **{name: {"torch", "numpy"} for name in ("padding", "packing")}, "kernels": {"torch", "triton"},
     "feeding": {"torch", "numpy", "pyarrow", "datasets"},
 }  # fmt: skip
 

@@ -1,6 +1,5 @@
 """The data collator: Hugging Face's arguments and calling convention, fastmlm's masks."""
 
-import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
@@ -12,17 +11,17 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import get_worker_info
-from transformers import BatchEncoding, DataCollatorForLanguageModeling, TrainerCallback
+from transformers import BatchEncoding, TrainerCallback
 
-from fastmlm import hf_random, on_device, packing as _packing
+from fastmlm import on_device, packing as _packing
 from fastmlm.dispatch import resolve
 from fastmlm.epochs import TellEpoch
+from fastmlm.hf_random import HuggingFaceRandom
 from fastmlm.masking import mask_tokens, row_keys
 from fastmlm.padding import pad_rows
 from fastmlm.philox import real_tokens
 from fastmlm.seeding import Keys
-from fastmlm.spec import SPECIAL, MaskingSpec, integer
+from fastmlm.spec import MaskingSpec, integer
 from fastmlm.strategies import words
 
 _CPU = torch.device("cpu")
@@ -32,7 +31,7 @@ _MANY_SPECIALS = 0.05  # share of the vocabulary from which random words are too
 
 
 @dataclass
-class DataCollatorForMaskedLM(DataCollatorForLanguageModeling):
+class DataCollatorForMaskedLM(HuggingFaceRandom):
     """``transformers.DataCollatorForLanguageModeling(tokenizer, ...)``: same arguments, order and outputs, 15/80/10/10.
 
     Takes rows as dicts (lists, arrays or tensors of any integer type) or bare ids, pads them, and adds ``labels``:
@@ -209,7 +208,7 @@ class DataCollatorForMaskedLM(DataCollatorForLanguageModeling):
         in_place: bool = False,
     ) -> tuple[Tensor, Tensor]:
         if self.rng == "torch":
-            return self._torch_rng_mask_tokens(inputs, special_tokens_mask, offset_mapping)
+            return self._mask_by_generator(inputs, special_tokens_mask, offset_mapping)
         running = _attention.get()
         if attention_mask is None and running is not None and running.shape == inputs.shape:
             attention_mask = running
@@ -246,18 +245,6 @@ class DataCollatorForMaskedLM(DataCollatorForLanguageModeling):
             **{name: None if array is None else torch.from_numpy(np.array(array)) for name, array in tensors.items()},
         )
         return masked[0].numpy(), masked[1].numpy()
-
-    def get_generator(self, seed: int, return_tensors: str | None = None) -> torch.Generator | np.random.Generator:
-        """The generator of ``rng="torch"``: torch's, or numpy's for arrays."""
-        if (return_tensors or self.return_tensors) == "pt":
-            return torch.Generator().manual_seed(seed)
-        return np.random.default_rng(seed)
-
-    def create_rng(self, return_tensors: str | None = None) -> None:
-        """Seed the generator of ``rng="torch"``: with the seed, in a worker plus its id, as Hugging Face does."""
-        worker = get_worker_info()
-        self.generator = self.get_generator(self.seed + (worker.id if worker else 0), return_tensors)
-        self._generator_pid = os.getpid()
 
     # What the members above share.
 
@@ -338,48 +325,12 @@ class DataCollatorForMaskedLM(DataCollatorForLanguageModeling):
             batch = {name: convert(column) if isinstance(column, Tensor) else column for name, column in packed.items()}
         return BatchEncoding(batch) if isinstance(examples[0], Mapping) else batch
 
-    def _special(self, inputs: Tensor, special_tokens_mask: Tensor | None) -> Tensor:
-        """Where special tokens stand, (B, S) bool: by the column and by id."""
-        flags, _ = self.spec.tables(inputs.device)
-        special = (flags[inputs.clamp(0, flags.numel() - 1)] & SPECIAL) != 0
-        return special if special_tokens_mask is None else special | (special_tokens_mask != 0)
-
     def _units(self, inputs: Tensor, *columns: Tensor | None) -> Tensor:
         """Words from the best source there is, as ``mask_tokens`` takes them."""
         if self._word_marks is None or len(self._word_marks) != self.spec.vocab_size:
             self._word_marks = words.marks_by_id(self.tokenizer)
         flags, _ = self.spec.tables(inputs.device)
         return words.units_of_batch(inputs, self._word_marks, flags, *columns, impl=self._host_impl)
-
-    def _seed_generator(self, return_tensors: str) -> None:
-        kind = torch.Generator if return_tensors == "pt" else np.random.Generator
-        if self.seed is not None and (not isinstance(self.generator, kind) or self._generator_pid != os.getpid()):
-            self.create_rng(return_tensors)
-
-    def _torch_rng_mask_tokens(
-        self, inputs: Tensor, special_tokens_mask: Tensor | None, offset_mapping: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Hugging Face's masks: its stream, its rule for specials (the column if there, else ids), its words."""
-        self._seed_generator("pt")
-        special = self._special(inputs, None) if special_tokens_mask is None else special_tokens_mask.bool()
-        never, spread = special, lambda drawn: drawn
-        if self.whole_word_mask:
-            if offset_mapping is None:
-                raise ValueError("offset_mapping: expected this column with whole_word_mask and rng='torch', got none")
-            word_ids, not_first = self._calc_word_ids_and_prob_mask(offset_mapping.numpy(), special.numpy())
-            never = torch.from_numpy(not_first)
-            spread = lambda drawn: torch.from_numpy(self._whole_word_mask(word_ids, drawn))  # noqa: E731
-        return hf_random.mask_tokens(
-            inputs,
-            never,
-            spread,
-            mask_token_id=self.tokenizer.mask_token_id,
-            vocab_size=len(self.tokenizer),
-            mlm_probability=self.mlm_probability,
-            mask_replace_prob=self.mask_replace_prob,
-            random_replace_prob=self.random_replace_prob,
-            generator=self.generator,
-        )
 
 
 def _for_models(column: Tensor) -> Tensor:
