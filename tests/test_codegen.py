@@ -11,7 +11,7 @@ import pytest
 
 ROOFLINE = Path(__file__).parents[1] / "benchmarks" / "roofline.py"
 NVIDIA = ["sm_80", "sm_90", "sm_100"]
-CASES = ["plain", "int32", "short", "all", "packed", "packed, all"]
+TARGETS = [*NVIDIA, "gfx942"]
 
 
 @pytest.fixture(scope="module")
@@ -23,31 +23,39 @@ def counts() -> Any:
     return json.loads(run.stdout)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_codegen_keeps_everything_in_registers(counts: Any, case: str) -> None:
-    for target in NVIDIA:
-        assert counts[case][target]["stack"] == 0, target
-        assert counts[case][target]["local"] == 0, target
-    assert counts[case]["gfx942"]["spills"] == 0  # scalar and vector registers
-    assert counts[case]["gfx942"]["scratch"] == 0
+def test_codegen_keeps_everything_in_registers(counts: Any) -> None:
+    assert len(counts) >= 9
+    for case, by_target in counts.items():
+        for target, found in by_target.items():
+            spilled = ("spills", "scratch") if target == "gfx942" else ("stack", "local")
+            assert [found[name] for name in spilled] == [0, 0], (case, target)
 
 
-@pytest.mark.parametrize(("case", "most"), [("plain", 110), ("int32", 93)])  # as it is; the aim is 100 and 90
-@pytest.mark.parametrize("target", NVIDIA)
+# While an H200's memory moves a token's 24 bytes (12 of int32), its processors run 186 (93) instructions.
+@pytest.mark.parametrize(("case", "most"), [("plain", 65), ("int32", 55), ("attention mask", 78), ("packed", 85)])
+@pytest.mark.parametrize("target", TARGETS)
 def test_codegen_instructions(counts: Any, target: str, case: str, most: int) -> None:
-    assert 40 < counts[case][target]["instructions_per_token"] <= most
+    assert 30 < counts[case][target]["instructions_per_token"] <= most
 
 
-@pytest.mark.parametrize("target", NVIDIA)
-def test_codegen_wide_accesses(counts: Any, target: str) -> None:
-    """16 bytes at a time: two ids of 8 bytes. Threads have two neighbours each, so 4-byte ids go 8 bytes at a time."""
-    assert counts["plain"][target]["wide_loads"] > 0
-    assert counts["plain"][target]["wide_stores"] > 0
+@pytest.mark.parametrize(("case", "itemsize"), [("plain", 8), ("int32", 4)])
+@pytest.mark.parametrize("target", TARGETS)
+def test_codegen_wide_accesses(counts: Any, target: str, case: str, itemsize: int) -> None:
+    """A thread reads its ids 16 bytes at a time, and writes ids and labels so, whichever type they have."""
+    found = counts[case][target]
+    accesses = found["tokens"] * itemsize / 16
+    assert accesses >= 4
+    assert found["wide_loads"] == accesses
+    assert found["wide_stores"] == 2 * accesses
 
 
-@pytest.mark.parametrize("target", [*NVIDIA, "gfx942"])
-def test_codegen_draws_once(counts: Any, target: str) -> None:
-    """Two streams of ten rounds of two multiplies serve four tokens: ten each, beside one for a random id."""
-    found = counts["plain"][target]
-    # A little less where a compiler makes the first rounds, alike for all lanes, once a program.
-    assert 8 <= found["multiplies"] / found["tokens"] < 15
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("case", ["plain", "int32", "odd", "odd int32", "attention mask", "packed"])
+def test_codegen_draws_once(counts: Any, target: str, case: str) -> None:
+    """Two streams of ten rounds of two multiplies serve four tokens: ten each, beside one for a random id.
+
+    Threads that hold lanes in two ways would make the draws twice. A few multiplies less where the first rounds are
+    alike for all lanes and are made once a program, a few more for addresses.
+    """
+    found = counts[case][target]
+    assert 9 <= found["multiplies"] / found["tokens"] < 12

@@ -5,6 +5,9 @@ four positions 16 apart, so each of a program's (block, lane) elements draws onc
 16 lanes are neighbours in memory. Positions are columns turned round by the row's first real token: the columns before
 it, which are padding and never selected, come last, and every column is written exactly once.
 
+Where no row is turned round and all start at multiples of 16 bytes, a thread takes as many neighbours as fill them: 2
+ids of 64 bits or 4 of 32 go in one access. Elsewhere neighbours belong to neighbouring threads.
+
 Packed rows have any length, and the host does not know which: the tiles of a row are numbered from floor(offset / tile)
 plus the row's number, which leaves each row at least as many as it needs, and a program searches for the row it is in.
 With units a token's selection is drawn at another position, so each token then has a Philox block of its own.
@@ -15,12 +18,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastmlm.philox import ACTION, BLOCK, LANES, SELECT, first_real
+from fastmlm.philox import ACTION, BLOCK, LANES, PHILOX_M0, PHILOX_M1, ROUNDS, SELECT, WEYL_0, WEYL_1, first_real
 from fastmlm.spec import RANDOM, SPECIAL
 
 _BLOCK, _LANES = tl.constexpr(BLOCK), tl.constexpr(LANES)
 _SELECT, _ACTION = tl.constexpr(SELECT), tl.constexpr(ACTION)
+_M0, _M1, _W0, _W1 = (tl.constexpr(c) for c in (PHILOX_M0, PHILOX_M1, WEYL_0, WEYL_1))
+_ROUNDS = tl.constexpr(ROUNDS)
 _SPECIAL, _RANDOM = tl.constexpr(SPECIAL), tl.constexpr(RANDOM)
+
+WARP = 64 if torch.version.hip else 32  # threads
 
 # Numbers that change from call to call or that may be 1: Triton would compile each value, or a 1 as a constant, apart.
 _NUMBERS = (
@@ -40,38 +47,28 @@ _NUMBERS = (
 
 
 @triton.jit
-def _random_id(
-    action,
-    ids,
-    in_table,
-    mask_threshold,
-    random_ids,
-    random_count,
-    multiplier,
-    multiplier_in_table,
-    EXCLUDE: tl.constexpr,
-):
-    """The id an action draws: its share of the range [T_mask, T_random), scaled to an index, looked up."""
-    rest = action - mask_threshold.to(tl.uint32)
-    scale = tl.full(rest.shape, 0, tl.uint32) + multiplier.to(tl.uint32)
-    if EXCLUDE:
-        scale = tl.where(in_table, multiplier_in_table.to(tl.uint32), scale)
-    index = tl.minimum(tl.umulhi(rest, scale).to(tl.int64), random_count.to(tl.int64) - 1)
-    last = random_count.to(tl.int64) - 1
-    if random_ids is not None:
-        index = tl.load(random_ids + index)
-        last = tl.load(random_ids + last)
-    if EXCLUDE:
-        index = tl.where(index == ids, last, index)
-    return index
+def _high(value):
+    return (value >> 32).to(tl.uint32)
 
 
 @triton.jit
-def _draw_at(key, position, low, high):
+def _philox(key, counter, STREAM: tl.constexpr, row_key):
+    """Philox4x32-10 as tl.philox has it, but with one multiply of 64 bits for the two halves of each product."""
+    key, row_key = key.to(tl.uint64), row_key.to(tl.uint64)  # unsigned: a shift right fills with zeros
+    c0, c1, c2, c3 = counter.to(tl.uint32), tl.full((), STREAM, tl.uint32), row_key.to(tl.uint32), _high(row_key)
+    k0, k1 = key.to(tl.uint32), _high(key)
+    for _ in tl.static_range(_ROUNDS):
+        product0, product1 = c0.to(tl.uint64) * _M0, c2.to(tl.uint64) * _M1
+        c0, c1 = _high(product1) ^ c1 ^ k0, product1.to(tl.uint32)
+        c2, c3 = _high(product0) ^ c3 ^ k1, product0.to(tl.uint32)
+        k0, k1 = k0 + _W0, k1 + _W1
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def _draw_at(key, position, row_key):
     """The selection draw at any position: its word of its own Philox block."""
-    counter = (position // _BLOCK * _LANES + position % _LANES).to(tl.uint32)
-    zero = tl.zeros_like(counter)
-    word0, word1, word2, word3 = tl.philox(key, counter, zero + _SELECT, zero + low, zero + high)
+    word0, word1, word2, word3 = _philox(key, position // _BLOCK * _LANES + position % _LANES, _SELECT, row_key)
     word = position % _BLOCK // _LANES
     return tl.where(word == 0, word0, tl.where(word == 1, word1, tl.where(word == 2, word2, word3)))
 
@@ -98,58 +95,77 @@ def _find_row(program, cu_seqlens, rows, tokens, TILE: tl.constexpr):
 
 
 @triton.jit
+def _replacement(
+    token, flag, selected, action, random_ids, random_count, mask_token_id, mask_threshold, random_threshold,
+    multiplier, multiplier_in_table, EXCLUDE: tl.constexpr,
+):  # fmt: skip
+    """What takes the place of tokens. Selected ids have no more than 31 bits, so 32 are enough to compute with."""
+    ids = token.to(tl.uint32)
+    rest = action - mask_threshold.to(tl.uint32)
+    # Draws below T_mask wrap round, to a rest no smaller than the width.
+    masked = selected & (action.to(tl.int64) < mask_threshold.to(tl.int64))
+    random = selected & (rest.to(tl.int64) < random_threshold.to(tl.int64) - mask_threshold)
+
+    # The draw's share of the range [T_mask, T_random), scaled to an index, looked up.
+    scale = multiplier.to(tl.uint64)
+    if EXCLUDE:
+        scale = tl.where((flag & _RANDOM) != 0, multiplier_in_table.to(tl.uint64), scale)
+    random_id = _high(rest.to(tl.uint64) * scale)
+    last = random_count.to(tl.uint32) - 1
+    if random_ids is not None:
+        random_id = tl.load(random_ids + random_id, mask=random, other=0).to(tl.uint32)
+        last = tl.load(random_ids + last).to(tl.uint32)
+    if EXCLUDE:  # a table of the original alone gives the original
+        random_id = tl.where(random_id == ids, last, random_id)
+    output = tl.where(masked, mask_token_id.to(tl.uint32), tl.where(random, random_id, ids))
+    if token.dtype == tl.int64:
+        output = output.to(tl.int64) | (token & -0x100000000)  # only an id that stays has an upper half
+    return output.to(token.dtype)
+
+
+@triton.jit
 def _mask_stripe(
-    draw, action, position, start, row, is_row, row_offset, key, key_low, key_high,
+    draw, action, position, column, start, row_offset, key, row_key,
     input_ids, output_ids, labels, attention_mask, special_tokens_mask, units, thresholds, flags, random_ids,
-    length, vocab_size, random_count, threshold, mask_token_id, mask_threshold, random_threshold,
+    length, vocab_size, random_count, largest, mask_token_id, mask_threshold, random_threshold,
     multiplier, multiplier_in_table, ignore_index,
     PER_TOKEN: tl.constexpr, EXCLUDE: tl.constexpr,
 ):  # fmt: skip
     """Mask the tokens at ``position``, whose draws of the two streams are given; with units, that of the actions."""
+    # The row's own offset goes to the pointers, so that lanes compute with 32 bits.
     in_bounds = position < length
-    column = position + start
-    offset = row_offset + tl.where(column >= length, column - length, column)
-
-    token = tl.load(input_ids + offset, mask=in_bounds, other=-1)
-    ids = token.to(tl.int64)
-    selectable = in_bounds & (ids >= 0) & (ids < vocab_size)
-    flag = tl.load(flags + ids, mask=selectable, other=_SPECIAL)
-    selectable &= (flag & _SPECIAL) == 0
+    token = tl.load(input_ids + row_offset + column, mask=in_bounds, other=0)
+    # Unsigned, negative ids are the largest.
+    if token.dtype == tl.int64:
+        selectable = in_bounds & (token.to(tl.uint64) < vocab_size.to(tl.uint64))
+    else:
+        selectable = in_bounds & (token.to(tl.uint32) < vocab_size.to(tl.uint32))
     if attention_mask is not None:
-        selectable &= tl.load(attention_mask + offset, mask=in_bounds, other=0) != 0
+        selectable &= tl.load(attention_mask + row_offset + column, mask=in_bounds, other=0) != 0
     if special_tokens_mask is not None:
-        selectable &= tl.load(special_tokens_mask + offset, mask=in_bounds, other=1) == 0
+        selectable &= tl.load(special_tokens_mask + row_offset + column, mask=in_bounds, other=1) == 0
+    flag = tl.load(flags + token.to(tl.uint32), mask=selectable, other=_SPECIAL)
 
-    decides = offset  # where the token is whose rate holds
+    decides = column  # where the token is whose rate holds
     if units is not None:
         # Checked on the CPU alone; whatever they are, they point into the row.
-        unit = tl.load(units + offset, mask=in_bounds, other=0).to(tl.int32)
+        unit = tl.load(units + row_offset + column, mask=in_bounds, other=0).to(tl.int32)
         unit = tl.maximum(tl.minimum(unit, length - 1), 0)
-        draw = _draw_at(key, unit, key_low, key_high)
-        decides = row_offset + tl.minimum(unit + start, length - 1)
-    limit = threshold.to(tl.int64)
-    if thresholds is not None:
-        if PER_TOKEN:
-            limit = tl.load(thresholds + decides, mask=in_bounds, other=0)
-        else:
-            limit = tl.load(thresholds + row)
-    if is_row is not None:
-        limit = tl.where(is_row, limit, 0)
-    selected = selectable & (draw.to(tl.int64) < limit)
+        draw = _draw_at(key, unit, row_key)
+        decides = tl.minimum(unit + start, length - 1)
+    if PER_TOKEN:  # a draw fills all 32 bits and a threshold may be 2^32: they compare in 64
+        limit = tl.load(thresholds + row_offset + decides, mask=in_bounds, other=0)
+        selected = ((flag & _SPECIAL) == 0) & (draw.to(tl.int64) < limit)
+    else:
+        selected = ((flag & _SPECIAL) == 0) & (draw <= largest)
 
-    # A draw fills all 32 bits and a threshold may be 2^32: both compare in 64.
-    masked = selected & (action.to(tl.int64) < mask_threshold.to(tl.int64))
-    random = selected & (action.to(tl.int64) < random_threshold.to(tl.int64)) & (masked == 0)
-    in_table = (flag & _RANDOM) != 0
-    if EXCLUDE:
-        random &= (in_table == 0) | (random_count > 1)
-    random_id = _random_id(
-        action, ids, in_table, mask_threshold, random_ids, random_count, multiplier, multiplier_in_table, EXCLUDE
-    )
-    output = tl.where(masked, mask_token_id.to(tl.int64), tl.where(random, random_id, ids))
-    label = tl.where(selected, ids, ignore_index.to(tl.int64))
-    tl.store(output_ids + offset, output.to(token.dtype), mask=in_bounds)
-    tl.store(labels + offset, label.to(token.dtype), mask=in_bounds)
+    output = _replacement(
+        token, flag, selected, action, random_ids, random_count, mask_token_id, mask_threshold, random_threshold,
+        multiplier, multiplier_in_table, EXCLUDE,
+    )  # fmt: skip
+    label = tl.where(selected, token, ignore_index.to(token.dtype))
+    tl.store(output_ids + row_offset + column, output, mask=in_bounds)
+    tl.store(labels + row_offset + column, label, mask=in_bounds)
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
@@ -157,26 +173,33 @@ def _mask_rows(
     input_ids, output_ids, labels, device_seed, row_keys, starts, cu_seqlens, attention_mask, special_tokens_mask,
     units, thresholds, flags, random_ids, seed, rows, length, vocab_size, random_count, threshold, mask_token_id,
     mask_threshold, random_threshold, multiplier, multiplier_in_table, ignore_index,
-    TILES: tl.constexpr, BLOCKS: tl.constexpr, PER_TOKEN: tl.constexpr, EXCLUDE: tl.constexpr,
+    TILES: tl.constexpr, BLOCKS: tl.constexpr, WIDTH: tl.constexpr, PER_TOKEN: tl.constexpr, EXCLUDE: tl.constexpr,
 ):  # fmt: skip
     """One program masks BLOCKS blocks of 64 positions of one row: of TILES programs a row, or packed, length in all."""
-    program = tl.program_id(0).to(tl.int64)  # int64 before it multiplies: batches may pass 2^31 tokens
+    program = tl.program_id(0)
     if cu_seqlens is None:
-        row = program // TILES
+        row = (program // TILES).to(tl.int64)  # int64 before it multiplies: batches may pass 2^31 tokens
         tile = program % TILES
+        length = length // WIDTH * WIDTH  # changes nothing, but tells Triton where rows start
         row_offset = row * length
-        is_row = None
     else:
-        tokens = length.to(tl.int64)
+        program, tokens = program.to(tl.int64), length.to(tl.int64)
         found = _find_row(program, cu_seqlens, rows, tokens, BLOCKS * _BLOCK)
         row_offset = _boundary(cu_seqlens, found, rows, tokens)
         tile = program - (row_offset // (BLOCKS * _BLOCK) + found)
         length = (_boundary(cu_seqlens, found + 1, rows, tokens) - row_offset).to(tl.int32)
-        is_row = (found > 0) & (found <= rows)  # not what no row covers, which is copied
+        vocab_size = tl.where((found > 0) & (found <= rows), vocab_size, 0)  # what no row covers is copied
         row = tl.minimum(tl.maximum(found - 1, 0), rows - 1)
     start = 0
     if starts is not None:
         start = tl.load(starts + row).to(tl.int32)
+    limit = threshold.to(tl.int64)
+    if thresholds is not None and not PER_TOKEN:
+        limit = tl.load(thresholds + row)
+    # What selects are draws up to the largest, in 32 bits. At a rate of 0 there is none, and no id is looked up.
+    largest = (limit - 1).to(tl.uint32)
+    if not PER_TOKEN:
+        vocab_size = tl.where(limit > 0, vocab_size, 0)
     row_key = row
     if row_keys is not None:
         row_key = tl.load(row_keys + row)
@@ -184,26 +207,38 @@ def _mask_rows(
     if device_seed is not None:
         key = tl.load(device_seed)
 
-    block = tile.to(tl.int32) * BLOCKS + tl.arange(0, BLOCKS)[:, None]
-    lane = tl.arange(0, _LANES)[None, :]
-    counter = (block * _LANES + lane).to(tl.uint32)
-    key_low = (row_key & 0xFFFFFFFF).to(tl.uint32)
-    key_high = ((row_key >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    low, high = tl.zeros_like(counter) + key_low, tl.zeros_like(counter) + key_high
-    action0, action1, action2, action3 = tl.philox(key, counter, tl.zeros_like(counter) + _ACTION, low, high)
-    select0, select1, select2, select3 = action0, action1, action2, action3  # with units, drawn token by token
+    # The lanes a thread takes together are a dimension of their own, the first: Triton's layout for what is not loaded
+    # leaves it to one thread, and so does the one for wide accesses. Where the two differ, draws are made in both.
+    block = tile.to(tl.int32) * BLOCKS + tl.arange(0, BLOCKS)[None, :, None]
+    lane = tl.arange(0, _LANES // WIDTH)[None, None, :] * WIDTH + tl.arange(0, WIDTH)[:, None, None]
+    actions = _philox(key, block * _LANES + lane, _ACTION, row_key)
+    draws = actions  # with units, drawn token by token
     if units is None:
-        select0, select1, select2, select3 = tl.philox(key, counter, tl.zeros_like(counter) + _SELECT, low, high)
-    position = block * _BLOCK + lane
+        draws = _philox(key, block * _LANES + lane, _SELECT, row_key)
     for word in tl.static_range(4):
-        draw = select0 if word == 0 else select1 if word == 1 else select2 if word == 2 else select3
-        action = action0 if word == 0 else action1 if word == 1 else action2 if word == 2 else action3
+        position = block * _BLOCK + lane + word * _LANES
+        column = position
+        if starts is not None:
+            column += start
+            column = tl.where(column >= length, column - length, column)
         _mask_stripe(
-            draw, action, position + word * _LANES, start, row, is_row, row_offset, key, key_low, key_high,
+            draws[word], actions[word], position, column, start, row_offset, key, row_key,
             input_ids, output_ids, labels, attention_mask, special_tokens_mask, units, thresholds, flags, random_ids,
-            length, vocab_size, random_count, threshold, mask_token_id, mask_threshold, random_threshold,
+            length, vocab_size, random_count, largest, mask_token_id, mask_threshold, random_threshold,
             multiplier, multiplier_in_table, ignore_index, PER_TOKEN, EXCLUDE,
         )  # fmt: skip
+
+
+def tile_shape(longest: int, neighbours: int, warp: int) -> tuple[int, int, int]:
+    """A program's blocks of 64 positions, the lanes a thread takes together, its warps.
+
+    A tile never mixes rows: short rows get small ones, long rows 1024 positions. A thread makes 2 Philox blocks or as
+    many as it takes lanes together, so 8 or 16 tokens, as far as there is enough for a warp of threads.
+    """
+    blocks = min(16, triton.next_power_of_2(max(triton.cdiv(longest, BLOCK), 1)))
+    elements = blocks * LANES
+    lanes = min(neighbours, max(elements // warp, 1))
+    return blocks, lanes, max(elements // (max(lanes, 2) * warp), 1)
 
 
 def mask_tokens(
@@ -228,13 +263,15 @@ def mask_tokens(
     labels: Tensor,
 ) -> None:
     """Launch the kernel; arguments as :mod:`fastmlm._ops` describes them."""
-    # A tile never mixes rows; short rows get small tiles, long ones 1024 positions, 8 tokens a thread.
     rows, length = input_ids.shape
     longest = length
     if cu_seqlens is not None:
         rows = cu_seqlens.numel() - 1
         longest = triton.cdiv(length, rows)  # on the average: the host does not know better
-    blocks = min(16, triton.next_power_of_2(max(triton.cdiv(longest, BLOCK), 1)))
+    neighbours = 16 // input_ids.itemsize
+    turned = attention_mask is not None or cu_seqlens is not None  # or starts anywhere
+    aligned = length % neighbours == 0 and all(t.data_ptr() % 16 == 0 for t in (input_ids, output_ids, labels))
+    blocks, lanes, warps = tile_shape(longest, neighbours if aligned and not turned else 1, WARP)
     tiles = triton.cdiv(length, blocks * BLOCK)
     programs = rows * tiles if cu_seqlens is None else length // (blocks * BLOCK) + rows + 2
     starts = None
@@ -250,8 +287,9 @@ def mask_tokens(
         flags, random_ids, seed, rows, length, flags.numel(), count, threshold, mask_token_id, mask_threshold,
         random_threshold, (count << 32) // width if random_threshold > mask_threshold else 0,
         ((count - 1) << 32) // width if random_threshold > mask_threshold else 0, ignore_index,
-        TILES=tiles, BLOCKS=blocks, PER_TOKEN=thresholds is not None and thresholds.shape == input_ids.shape,
-        EXCLUDE=exclude_original, num_warps=max(1, min(4, blocks // 4)),
+        TILES=tiles, BLOCKS=blocks, WIDTH=lanes,
+        PER_TOKEN=thresholds is not None and thresholds.shape == input_ids.shape, EXCLUDE=exclude_original,
+        num_warps=warps,
     )  # fmt: skip
 
 
