@@ -12,7 +12,7 @@ from typing import Any
 from codegen import TARGETS, compile_for, counts
 from report import RESULTS, quote
 
-from fastmlm.kernels.gpu.masking import BLOCK, _mask_rows, tile_shape
+from fastmlm.kernels.gpu.masking import BLOCK, _first_real, _mask_rows, tile_shape
 
 NUMBERS64 = {"seed", "threshold", "mask_threshold", "random_threshold", "multiplier", "multiplier_in_table"}
 BASE = ["input_ids", "output_ids", "labels", "row_keys", "flags"]
@@ -75,9 +75,15 @@ def build(target: str, case: Case) -> Any:
     blocks, lanes, warps = case.shape(TARGETS[target].warp_size)
     constants = {"TILES": -(-case.length // (blocks * BLOCK)), "BLOCKS": blocks, "WIDTH": lanes}
     constants |= {"PER_TOKEN": case.rest, "EXCLUDE": case.rest}
-    pointers = dict.fromkeys(["device_seed", "row_keys", "starts", "thresholds", "random_ids", "units"], "*i64")
+    pointers = dict.fromkeys(["device_seed", "row_keys", "thresholds", "random_ids", "units"], "*i64")
     pointers |= dict.fromkeys(["input_ids", "output_ids", "labels"], "*" + case.ids)
-    pointers |= {"attention_mask": "*i64", "special_tokens_mask": "*i8", "flags": "*u8", "cu_seqlens": "*i32"}
+    pointers |= {
+        "attention_mask": "*i64",
+        "special_tokens_mask": "*i8",
+        "flags": "*u8",
+        "cu_seqlens": "*i32",
+        "starts": "*i32",
+    }
     absent = dict.fromkeys(pointers.keys() - set(case.present))
     signature = {name: pointers[name] for name in case.present}
     for name in _mask_rows.arg_names:
@@ -93,6 +99,14 @@ def count(target: str, case: Case) -> dict[str, Any]:
     blocks, _, warps = case.shape(warp)
     tokens = blocks * BLOCK / (warps * warp)
     return found | {"tokens": tokens, "instructions_per_token": found["instructions"] / tokens}
+
+
+def count_first_real(target: str, packed: bool) -> dict[str, Any]:
+    """What runs before, where rows have an attention mask."""
+    signature = {"attention_mask": "*i64", "starts": "*i32", "length": "i32", "tokens": "i32"}
+    signature |= {"cu_seqlens": "*i32"} if packed else {}
+    constants = {"BLOCK": 512} | ({} if packed else {"cu_seqlens": None})
+    return counts(target, compile_for(target, _first_real, signature, constants, ["attention_mask"], warps=1))
 
 
 def bytes_per_token(case: Case) -> int:
@@ -123,6 +137,8 @@ def table(cases: dict[str, dict[str, Any]]) -> str:
 def main() -> None:
     cases = {name: {target: count(target, case) for target in TARGETS} for name, case in CASES.items()}
     if "--json" in sys.argv:
+        for name, packed in (("first real", False), ("first real, packed", True)):
+            cases[name] = {target: count_first_real(target, packed) for target in TARGETS}
         print(json.dumps(cases))
         return
     (RESULTS / "roofline.json").write_text(json.dumps(cases, indent=1) + "\n")

@@ -17,16 +17,20 @@ _WAIT = {
 
 
 class NoSync(TorchDispatchMode):
-    """Raises where an operation waits for the device its tensors are on; counts the others."""
+    """Raises where an operation waits for the device its tensors are on; keeps the names of the others."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.operations = 0
+        self.names: list[str] = []
+
+    @property
+    def operations(self) -> int:
+        return len(self.names)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self.operations += 1
         name = function.name().removeprefix("aten::").split(".")[0]
+        self.names.append(name)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if name in _WAIT:
             raise AssertionError(f"{function} waits for the device")

@@ -5,8 +5,10 @@ from typing import Any
 import pytest
 import torch
 from no_sync import NoSync
+from test_dispatch import KINDS, arguments
 
-from fastmlm import MaskedLMHead, Overflow, select_rows, sparsify
+from fastmlm import MaskedLMHead, MaskingSpec, Overflow, mask_tokens, reference, select_rows, sparsify
+from fastmlm.kernels.gpu import masking as triton_masking
 from fastmlm.testing import make_batch, make_model
 
 
@@ -35,8 +37,56 @@ def test_the_mode_finds_what_waits(wait: Any) -> None:
     assert mode.operations == 1
 
 
-def meta(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: x.to("meta") for name, x in batch.items()}
+def meta(batch: dict[str, Any]) -> dict[str, Any]:
+    return {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
+
+
+class Launches:
+    """Stands for a kernel: counts how often it is launched."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        assert all(isinstance(size, int) for size in grid)
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self.count += 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("module", [triton_masking, reference])
+def test_masking(module: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One launch, and one before it where an attention mask may say that rows are padded on the left."""
+    call, launches = meta(arguments(kind)), Launches()
+    monkeypatch.setattr(triton_masking, "_mask_rows", launches)
+    monkeypatch.setattr(triton_masking, "_first_real", launches)
+    with NoSync() as mode:
+        module.mask_tokens(*call.values(), torch.empty_like(call["input_ids"]), torch.empty_like(call["input_ids"]))
+    if module is triton_masking:
+        assert launches.count == (1 if kind == "plain" else 2)  # one finds where rows start that have an attention mask
+        assert set(mode.names) <= {"empty_like", "empty", "view"}  # room to write to, and masks seen as bytes
+    else:
+        assert mode.operations > 50
+
+
+def test_the_checks_of_the_public_function() -> None:
+    ids = torch.empty(3, 70, dtype=torch.int32, device="meta")
+    units, ends = torch.empty_like(ids), torch.empty(4, dtype=torch.int64, device="meta")
+    spec, rates = MaskingSpec(3, 50), torch.empty(3, 70, device="meta")
+    with NoSync():
+        mask_tokens(
+            ids,
+            spec,
+            seed=torch.empty(1, dtype=torch.int64, device="meta"),
+            mlm_probability=rates,
+            attention_mask=ids,
+            special_tokens_mask=ids,
+            units=units,
+            out=(ids, torch.empty_like(ids)),
+        )
+        mask_tokens(ids.view(-1), spec, seed=1, cu_seqlens=ends, units=units.view(-1), mlm_probability=rates[:, 0])
 
 
 @pytest.mark.parametrize("name", ["Bert", "Esm", "ModernBert"])

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastmlm.philox import ACTION, BLOCK, LANES, PHILOX_M0, PHILOX_M1, ROUNDS, SELECT, WEYL_0, WEYL_1, first_real
+from fastmlm.philox import ACTION, BLOCK, LANES, PHILOX_M0, PHILOX_M1, ROUNDS, SELECT, WEYL_0, WEYL_1
 from fastmlm.spec import RANDOM, SPECIAL
 
 _BLOCK, _LANES = tl.constexpr(BLOCK), tl.constexpr(LANES)
@@ -229,6 +229,25 @@ def _mask_rows(
         )  # fmt: skip
 
 
+@triton.jit(do_not_specialize=("length", "tokens"))
+def _first_real(attention_mask, cu_seqlens, starts, length, tokens, BLOCK: tl.constexpr):
+    """One program finds the first real token of one row, from where the row starts; 0 if there is none."""
+    row = tl.program_id(0).to(tl.int64)
+    if cu_seqlens is None:
+        begin, end = row * length, (row + 1) * length
+    else:
+        begin = tl.minimum(tl.maximum(tl.load(cu_seqlens + row).to(tl.int64), 0), tokens)
+        end = tl.minimum(tl.maximum(tl.load(cu_seqlens + row + 1).to(tl.int64), 0), tokens)
+    found, at = end, begin
+    while (at < end) & (found == end):  # in most rows, once
+        column = at + tl.arange(0, BLOCK)
+        in_bounds = column < end
+        real = tl.load(attention_mask + column, mask=in_bounds, other=0) != 0
+        found = tl.min(tl.where(real & in_bounds, column, end), 0)
+        at += BLOCK
+    tl.store(starts + row, tl.where(found < end, found - begin, 0).to(tl.int32))
+
+
 def tile_shape(longest: int, neighbours: int, warp: int) -> tuple[int, int, int]:
     """A program's blocks of 64 positions, the lanes a thread takes together, its warps.
 
@@ -274,14 +293,15 @@ def mask_tokens(
     blocks, lanes, warps = tile_shape(longest, neighbours if aligned and not turned else 1, WARP)
     tiles = triton.cdiv(length, blocks * BLOCK)
     programs = rows * tiles if cu_seqlens is None else length // (blocks * BLOCK) + rows + 2
-    starts = None
-    if attention_mask is not None:
-        starts = first_real(attention_mask) if cu_seqlens is None else _first_real_packed(attention_mask, cu_seqlens)
-    count = flags.numel() if random_ids is None else random_ids.numel()
-    width = max(random_threshold - mask_threshold, 1)
     # bool tensors are bytes to Triton only when viewed as such
     byte_masks = [None if m is None else m.view(torch.uint8) if m.dtype == torch.bool else m
                   for m in (attention_mask, special_tokens_mask)]  # fmt: skip
+    starts = None
+    if attention_mask is not None:
+        starts = torch.empty(rows, dtype=torch.int32, device=input_ids.device)
+        _first_real[(rows,)](byte_masks[0], cu_seqlens, starts, length, input_ids.numel(), BLOCK=512, num_warps=1)
+    count = flags.numel() if random_ids is None else random_ids.numel()
+    width = max(random_threshold - mask_threshold, 1)
     _mask_rows[(programs,)](
         input_ids, output_ids, labels, device_seed, row_keys, starts, cu_seqlens, *byte_masks, units, thresholds,
         flags, random_ids, seed, rows, length, flags.numel(), count, threshold, mask_token_id, mask_threshold,
@@ -291,15 +311,3 @@ def mask_tokens(
         PER_TOKEN=thresholds is not None and thresholds.shape == input_ids.shape, EXCLUDE=exclude_original,
         num_warps=warps,
     )  # fmt: skip
-
-
-def _first_real_packed(attention_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """`fastmlm.philox.first_real` of packed rows, (rows,): columns from where each row starts."""
-    columns = torch.arange(attention_mask.shape[1], device=attention_mask.device)
-    row = torch.searchsorted(cu_seqlens, columns, right=True) - 1
-    inside = (row >= 0) & (row < cu_seqlens.numel() - 1)
-    real = columns.where((attention_mask[0] != 0) & inside, attention_mask.shape[1])
-    begin, end = cu_seqlens[:-1].to(torch.int64), cu_seqlens[1:]
-    first = torch.full_like(begin, attention_mask.shape[1])
-    first.scatter_reduce_(0, row.clamp_(0, len(first) - 1), real, "amin")
-    return torch.where(first < end, first - begin, 0)
