@@ -1,5 +1,6 @@
 """The data collator: Hugging Face's arguments and calling convention, fastmlm's masks."""
 
+import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
@@ -20,13 +21,13 @@ from fastmlm.hf_random import HuggingFaceRandom
 from fastmlm.masking import mask_tokens, row_keys
 from fastmlm.padding import pad_rows
 from fastmlm.philox import real_tokens
-from fastmlm.seeding import Keys
+from fastmlm.seeding import Keys, distinct
 from fastmlm.spec import MaskingSpec, integer
 from fastmlm.strategies import words
 
 _CPU = torch.device("cpu")
-# The attention mask of the batch being collated, for masks that go through an override which does not know of it.
-_attention: ContextVar[Tensor | None] = ContextVar("fastmlm_attention_mask", default=None)
+# The attention mask and row_key_column of the batch being collated, for overrides of ours that do not know of them.
+_running: ContextVar[tuple[Tensor, Any] | None] = ContextVar("fastmlm_batch", default=None)
 _MANY_SPECIALS = 0.05  # share of the vocabulary from which random words are too often special tokens
 
 
@@ -51,9 +52,11 @@ class DataCollatorForMaskedLM(HuggingFaceRandom):
         pad_to_multiple_of: round padded lengths up to a multiple of this.
         return_tensors: ``"pt"`` or ``"np"``.
         seed: with an epoch told (:meth:`set_epoch`, :meth:`callback`), masks are a function of (seed, epoch, row
-            content) alone; equal rows of a data set then get equal masks. With a seed and no epoch, each batch has a
-            key of its own from the seed and a count (in a loader's worker also from the seed PyTorch gave it); with
-            None, from torch's global generator. Rows then differ by their index in the batch (their content adds
+            content) alone, whatever the batches, workers, ranks and resumes are, none of which need to know of another;
+            equal rows of a data set then get equal masks, and of n different ones two do with a probability of about
+            n² · 2⁻⁶⁵. With a seed and no epoch, which is told once by a warning, each batch has a key of its own from
+            the seed and a count (in a loader's worker also from the seed PyTorch gave it); with None, from torch's
+            global generator. Rows then differ by their index in the batch (their content adds
             nothing to a key that no other batch has).
         rng: ``"philox"``, or ``"torch"``: Hugging Face's own random stream and special-token rule, bit for bit.
         random_words: ids that random tokens are drawn from: ``"all"`` (the BERT paper), ``"non_special"``, or a list.
@@ -68,6 +71,11 @@ class DataCollatorForMaskedLM(HuggingFaceRandom):
             tokens see the other rows. ESM's ``token_dropout`` takes all rows for one: turn it off.
         position_ids_start: the first position of each packed row. RoBERTa and its like (XLM-R, CamemBERT, MPNet, ESM
             with absolute positions) number from ``padding_idx + 1``: give them 2.
+        static: the masks of a row are the same in every epoch (BERT); needs a seed, and no epoch to be told.
+        static_copies: after so many epochs, masks come again (RoBERTa's data, duplicated ten times); needs a seed.
+        row_key_column: a column of integers or strings, one a row, that tells equal rows apart: then each has masks of
+            its own. Models do not get to see it. (`MaskedLMTrainer` keeps it from being removed before; for other
+            Trainers, ``remove_unused_columns=False``.)
         mask_on_device: leave the masks to the device. Batches then hold ids in 4 bytes or 1, ``lengths`` and
             ``mask_keys``, and are masked by `fastmlm.mask_batches` or `fastmlm.trainer.MaskOnDevice`, which give what
             comes without it, bit for bit.
@@ -90,6 +98,9 @@ class DataCollatorForMaskedLM(HuggingFaceRandom):
     impl: str | None = field(default=None, kw_only=True)
     packing: bool = field(default=False, kw_only=True)
     position_ids_start: int = field(default=0, kw_only=True)
+    static: bool = field(default=False, kw_only=True)
+    static_copies: int | None = field(default=None, kw_only=True)
+    row_key_column: str | None = field(default=None, kw_only=True)
     mask_on_device: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -129,6 +140,17 @@ class DataCollatorForMaskedLM(HuggingFaceRandom):
             raise TypeError(f"tokenizer: expected one of transformers, got {type(self.tokenizer).__name__}")
         if self.pad_to_multiple_of is not None:
             integer("pad_to_multiple_of", self.pad_to_multiple_of, 1, 1 << 31)
+        if self.static and self.static_copies is not None:
+            raise ValueError(f"static_copies: expected None with static=True, got {self.static_copies!r}")
+        if self.static_copies is not None:
+            integer("static_copies", self.static_copies, 1, 1 << 63)
+        if self._copies is not None and (self.seed is None or self.rng == "torch"):
+            name = "static" if self.static else "static_copies"
+            raise ValueError(f"{name}: expected a seed and rng='philox' with it, got {self.seed!r} and {self.rng!r}")
+        if self.row_key_column is not None and (not isinstance(self.row_key_column, str) or self.rng == "torch"):
+            raise ValueError(
+                f"row_key_column: expected a column's name, and only with rng='philox', got {self.row_key_column!r}"
+            )
         if self.mask_on_device and (self.rng == "torch" or not self.mlm or self.return_tensors != "pt"):
             raise ValueError(
                 "mask_on_device: expected False with rng='torch', mlm=False or return_tensors='np', got True"
@@ -166,9 +188,24 @@ class DataCollatorForMaskedLM(HuggingFaceRandom):
             overrides["random_token_ids"] = sorted(set(self.tokenizer.get_vocab().values()) - special)
         return MaskingSpec.from_tokenizer(self.tokenizer, **overrides)
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns that are read where rows have them, beside those that models take."""
+        named = () if self.row_key_column is None else (self.row_key_column,)
+        return (*named, "special_tokens_mask", *(("offset_mapping", "word_ids") if self.whole_word_mask else ()))
+
     def set_epoch(self, epoch: int) -> None:
         """Tell the epoch, before the loader is iterated; reaches workers, also persistent ones."""
         self._keys.set_epoch(integer("epoch", epoch, 0, 1 << 64))
+
+    def for_evaluation(self) -> "DataCollatorForMaskedLM":
+        """A copy for evaluation: a row's masks are the same each time, in every run and on any number of processes.
+
+        They are drawn with the seed, or 0 where there is none, and are those of no epoch of training.
+        """
+        other = copy.copy(self)
+        other._keys = Keys(for_evaluation=True)
+        return other
 
     def callback(self) -> TrainerCallback:
         """A callback for ``Trainer(callbacks=[...])`` that tells this collator the epochs, on resume too."""
@@ -206,13 +243,15 @@ class DataCollatorForMaskedLM(HuggingFaceRandom):
         attention_mask: Tensor | None,
         word_ids: Tensor | None,
         in_place: bool = False,
+        row_ids: Any = None,
     ) -> tuple[Tensor, Tensor]:
         if self.rng == "torch":
             return self._mask_by_generator(inputs, special_tokens_mask, offset_mapping)
-        running = _attention.get()
-        if attention_mask is None and running is not None and running.shape == inputs.shape:
-            attention_mask = running
-        key, by_content = self._keys.next(self._checked_seed())
+        running = _running.get()
+        if running is not None and running[0].shape == inputs.shape:
+            attention_mask = running[0] if attention_mask is None else attention_mask
+            row_ids = running[1]
+        key, by_content = self._keys.next(self._checked_seed(), self._copies)
         units = None
         if self.whole_word_mask:
             units = self._units(inputs, special_tokens_mask, offset_mapping, attention_mask, word_ids)
@@ -220,7 +259,7 @@ class DataCollatorForMaskedLM(HuggingFaceRandom):
             inputs,
             self.spec,
             seed=key,
-            row_keys=row_keys(inputs, attention_mask, self.impl) if by_content else None,
+            row_keys=self._row_keys(inputs, attention_mask, row_ids) if by_content else None,
             attention_mask=attention_mask,
             special_tokens_mask=special_tokens_mask,
             units=units,
@@ -260,6 +299,14 @@ class DataCollatorForMaskedLM(HuggingFaceRandom):
             attention = real_tokens(lengths, padded["input_ids"].shape[1], left)
         return padded, attention
 
+    def _row_keys(self, inputs: Tensor, attention_mask: Tensor | None, row_ids: Any) -> Tensor:
+        keys = row_keys(inputs, attention_mask, self._host_impl)
+        return keys if self.row_key_column is None else distinct(keys, self.row_key_column, row_ids)
+
+    @property
+    def _copies(self) -> int | None:
+        return 1 if self.static else self.static_copies
+
     @property
     def _host_impl(self) -> str | None:
         return None if self.mask_on_device else self.impl
@@ -271,12 +318,13 @@ class DataCollatorForMaskedLM(HuggingFaceRandom):
         columns, attention = self._pad(examples)
         columns = {name: _for_models(x) if isinstance(x, Tensor) else x for name, x in columns.items()}
         offsets, ids = columns.pop("offset_mapping", None), columns["input_ids"]
+        row_ids = None if self.row_key_column is None else columns.pop(self.row_key_column, None)
         units = None
         if self.whole_word_mask:
             special, word_ids = columns.get("special_tokens_mask"), columns.pop("word_ids", None)
             units = self._units(ids, special, offsets, attention, word_ids)
-        key, by_content = self._keys.next(self._checked_seed())
-        rows = row_keys(ids, attention) if by_content else None
+        key, by_content = self._keys.next(self._checked_seed(), self._copies)
+        rows = self._row_keys(ids, attention, row_ids) if by_content else None
         batch = on_device.ship(columns, examples, attention, key, rows, units, self)
         return BatchEncoding(batch) if isinstance(examples[0], Mapping) else batch
 
@@ -290,12 +338,14 @@ class DataCollatorForMaskedLM(HuggingFaceRandom):
         padded, attention = self._pad(examples)
         batch = {name: convert(column) if isinstance(column, Tensor) else column for name, column in padded.items()}
         special, offsets = batch.pop("special_tokens_mask", None), batch.pop("offset_mapping", None)
+        batch.pop(self.row_key_column or "", None)
+        row_ids = None if self.row_key_column is None else padded.get(self.row_key_column)
         if self.mlm:
             word_ids = batch.pop("word_ids", None) if self.whole_word_mask else None
             function = getattr(mask, "__func__", mask)
             if function is DataCollatorForMaskedLM.torch_mask_tokens:
                 # The padded ids are nobody else's: they are masked where they are.
-                masked = self._mask(batch["input_ids"], special, offsets, attention, word_ids, in_place=True)
+                masked = self._mask(batch["input_ids"], special, offsets, attention, word_ids, True, row_ids)
             else:
                 extra = {"attention_mask": convert(attention)}
                 if self.whole_word_mask:
@@ -303,11 +353,11 @@ class DataCollatorForMaskedLM(HuggingFaceRandom):
                 # A subclass may override with Hugging Face's arguments only, and call ours from there.
                 if not _takes_extra(function):
                     extra = {}
-                running = _attention.set(attention)
+                running = _running.set((attention, row_ids))
                 try:
                     masked = mask(batch["input_ids"], special_tokens_mask=special, offset_mapping=offsets, **extra)
                 finally:
-                    _attention.reset(running)
+                    _running.reset(running)
             batch["input_ids"], batch["labels"] = masked
         else:
             ids, pad = batch["input_ids"], self.tokenizer.pad_token_id

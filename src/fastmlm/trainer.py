@@ -4,7 +4,7 @@ And masks made on the device, for any Trainer.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -82,9 +82,10 @@ class MaskedLMTrainer(Trainer):
     """``transformers.Trainer(sparsify(model), args, data_collator, callbacks=[data_collator.callback()], ...)``
 
     Takes Trainer's arguments. The model is made sparse in place (`fastmlm.sparsify`; checkpoints stay plain), from
-    ``model_init`` too. A `DataCollatorForMaskedLM` is told the epochs. Evaluation that returns the loss alone, as it
-    does without ``compute_metrics`` or with ``prediction_loss_only``, projects selected positions only; with metrics,
-    logits are (B, S, V) and lie beside their labels as ever.
+    ``model_init`` too. A `DataCollatorForMaskedLM` is told the epochs, and its columns are not removed as unused ones;
+    evaluation and prediction have its `for_evaluation`, whose masks stay the same. Evaluation that returns the loss
+    alone, as it does without ``compute_metrics`` or with ``prediction_loss_only``, projects selected positions only;
+    with metrics, logits are (B, S, V) and lie beside their labels as ever.
 
     The log has ``masked_accuracy`` beside ``loss``, of the selected tokens since the last entry, and evaluations have
     ``eval_masked_accuracy``, of all processes together; both are counted along with the loss (`MaskedAccuracy`). Rows
@@ -98,6 +99,8 @@ class MaskedLMTrainer(Trainer):
         TypeError, ValueError: the model cannot be made sparse; the message says why.
     """
 
+    data_collator: Any
+
     def __init__(
         self,
         model: Any = None,
@@ -109,6 +112,7 @@ class MaskedLMTrainer(Trainer):
     ) -> None:
         self._accuracy = MaskedAccuracy(accuracy_top_k)
         self._may_log_training = False
+        self._for_evaluation: tuple[Any, Any] = (None, None)  # a collator, and what it gives for evaluation
         if isinstance(model, nn.Module):
             sparsify(model)  # before the Trainer looks whether the model divides its loss by the number of tokens
         super().__init__(model, args, data_collator, *rest, **named)
@@ -123,6 +127,32 @@ class MaskedLMTrainer(Trainer):
     ) -> tuple[Tensor | None, Any, Any]:
         with loss_only() if prediction_loss_only else nullcontext():
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+
+    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        with self._collating_for_evaluation():
+            return super().get_eval_dataloader(*args, **kwargs)
+
+    def get_test_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        with self._collating_for_evaluation():
+            return super().get_test_dataloader(*args, **kwargs)
+
+    @contextmanager
+    def _collating_for_evaluation(self) -> Iterator[None]:
+        """Loaders take the collator that the trainer has when they are made."""
+        collator = self.data_collator
+        if isinstance(collator, DataCollatorForMaskedLM):
+            if self._for_evaluation[0] is not collator:
+                self._for_evaluation = (collator, collator.for_evaluation())
+            self.data_collator = self._for_evaluation[1]
+        try:
+            yield
+        finally:
+            self.data_collator = collator
+
+    def _set_signature_columns_if_needed(self) -> None:
+        super()._set_signature_columns_if_needed()
+        if isinstance(self.data_collator, DataCollatorForMaskedLM):
+            self._signature_columns += [c for c in self.data_collator.columns if c not in self._signature_columns]
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         with self._accuracy if self._accuracy.top_k else nullcontext():
