@@ -11,7 +11,7 @@ from test_packing import rows_of
 from torch import Tensor
 from transformers import BatchEncoding
 
-from fastmlm import DataCollatorForMaskedLM
+from fastmlm import DataCollatorForMaskedLM, dispatch
 from fastmlm.on_device import mask_batch
 
 LENGTHS = [7, 64, 1, 33, 65]
@@ -151,6 +151,33 @@ def test_other_columns(wordpiece, packing) -> None:
     assert_same(*both(wordpiece, rows, packing=packing))
 
 
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+def test_columns_keep_their_types(wordpiece, packing) -> None:
+    """Only int64 is shipped in fewer bytes; and names like those of what is shipped mean nothing."""
+    rows = rows_of(LENGTHS)
+    for i, row in enumerate(rows):
+        n = len(row["input_ids"])
+        row["token_type_ids"] = np.full(n, 0.5)
+        row["attention_mask"] = np.ones(n, bool)
+        row |= {"units": [0] * n, "lengths": 3 * i, "mask_keys": [1, 2]}
+    assert_same(*both(wordpiece, rows, packing=packing))
+
+
+def test_bounds_of_packed_rows_are_tensors_of_their_own(wordpiece) -> None:
+    _, masked = both(wordpiece, rows_of(LENGTHS), packing=True)
+    assert masked["cu_seq_lens_q"].data_ptr() != masked["cu_seq_lens_k"].data_ptr()
+
+
+def test_a_host_without_the_kernel_of_the_device(wordpiece, monkeypatch) -> None:
+    """``impl`` is that of the device: the host collates by whatever it has."""
+    monkeypatch.setattr(dispatch, "_missing", lambda impl, device: "not here" if impl == "triton" else None)
+    for words in (False, True):
+        _, ships = pair(wordpiece, impl="triton", whole_word_mask=words)
+        shipped = ships(rows_of(LENGTHS))
+        with pytest.raises(RuntimeError, match="impl: 'triton' cannot run here: not here"):
+            mask_batch(shipped, ships)
+
+
 def test_rows_without_a_real_token(wordpiece) -> None:
     rows = rows_of(LENGTHS)
     for i, row in enumerate(rows):
@@ -233,6 +260,13 @@ def test_bad_input(wordpiece) -> None:
         Overriding(wordpiece, mask_on_device=True)(rows_of(LENGTHS))
     with pytest.raises(ValueError, match=r"input_ids: expected ids in \[0, 800\), got 900"):
         ships([{"input_ids": [5, 900]}])
+    rows = rows_of(LENGTHS)
+    for row in rows:
+        row["fastmlm_units"] = row["input_ids"]
+    with pytest.raises(ValueError, match=r"features: expected other names of columns .* got \['fastmlm_units'\]"):
+        ships(rows)
+    with pytest.raises(ValueError, match="features: expected at least one token with attention_mask 1 to pack"):
+        pair(wordpiece, packing=True)[1]([{"input_ids": []}] * 2)
     holes = rows_of(LENGTHS)
     holes[1]["attention_mask"] = [1, 0] + [1] * (LENGTHS[1] - 2)
     for i in (0, 2, 3, 4):

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
-from fastmlm import MaskedLMTrainer, MaskOnDevice, mask_batches, sparsify
+from fastmlm import MaskedLMTrainer, MaskOnDevice, mask_batches, row_capacity, sparsify
+from fastmlm.on_device import capacity_of
 from fastmlm.testing import MASKED_LM_NAMES, make_model
 
 
@@ -60,6 +61,17 @@ def test_rows_for_a_sparse_model(small) -> None:
     few = mask_batches(loader, rows=2)
     with pytest.warns(UserWarning, match="selected positions did not count in the loss"):
         assert {len(batch["rows"]) for batch in few} == {2}
+    left = iter(few)
+    next(left)
+    with pytest.warns(UserWarning, match="selected positions did not count in the loss"):
+        left.close()  # as a loop does that is left before its end
+
+
+def test_capacities_of_the_law(small) -> None:
+    tokens = 8192
+    assert capacity_of(pair(small, mlm_probability=0.15)[1], tokens) == row_capacity(tokens, 0.15)
+    words = pair(small, mlm_probability=0.15, whole_word_mask=True)[1]
+    assert capacity_of(words, tokens) == row_capacity(tokens, 0.15, unit_size=4) > row_capacity(tokens, 0.15)
 
 
 def test_accelerate(small) -> None:
@@ -188,6 +200,54 @@ def test_rows_in_the_trainer(small, tmp_path) -> None:
         train(SparseOnDevice, pair(small)[1], tmp_path, sparsify(model_for(small)), row_capacity=1)
 
 
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_rows_by_the_law_on_a_gpu(small, tmp_path, monkeypatch, gpus) -> None:
+    """Without a capacity, where the device is no CPU; not where ``nn.DataParallel`` would divide the rows."""
+    trainer = SparseOnDevice(sparsify(model_for(small)), arguments(tmp_path), data_collator=pair(small)[1])
+    shipped = trainer.data_collator(rows_to_train_on(4))
+    trainer._prepare_input = lambda batch: batch
+    assert "rows" not in next(iter(trainer.get_batch_samples(iter([shipped]), 1, None)[0]))
+    monkeypatch.setattr(type(trainer.args), "device", torch.device("cuda"))
+    monkeypatch.setattr(type(trainer.args), "n_gpu", gpus)
+    (batch,), _ = trainer.get_batch_samples(iter([shipped]), 1, torch.device("cpu"))
+    assert ("rows" in batch) == (gpus == 1)
+    assert gpus > 1 or len(batch["rows"]) == capacity_of(trainer.data_collator, batch["labels"].numel())
+
+
+@pytest.mark.parametrize(
+    "own", [{"compute_loss_func": lambda *args, **kwargs: args[0].logits.sum()}, {"smoothing": 0.1}]
+)
+def test_no_rows_where_the_model_computes_no_loss(small, tmp_path, own) -> None:
+    changes = {"label_smoothing_factor": own.pop("smoothing", 0.0)}
+    _, seen = train(SparseOnDevice, pair(small)[1], tmp_path, model_for(small), row_capacity=1, changes=changes, **own)
+    assert not any("rows" in batch for batch in seen)
+
+
+def test_a_batch_is_masked_by_the_collator_of_its_loader(small, tmp_path) -> None:
+    """Evaluation with another rate, by a collator of its own."""
+    trainer, seen = train(OnDevice, pair(small)[1], tmp_path, model_for(small))
+    plain, ships = pair(small, mlm_probability=0.9)
+    rows = rows_to_train_on(6)
+    trainer.get_eval_dataloader = lambda *args: DataLoader(rows, 4, collate_fn=ships)
+    before = len(seen)
+    trainer.evaluate()
+    for got, expected in zip(seen[before:], DataLoader(rows, 4, collate_fn=plain), strict=True):
+        assert_same({name: got[name] for name in expected}, dict(expected))
+    train_rows = rows_to_train_on()
+    trainer = OnDevice(model_for(small), arguments(tmp_path), data_collator=pair(small)[1], train_dataset=train_rows)
+    trainer.data_collator, first = ships, trainer.data_collator
+    loader = trainer.get_train_dataloader()
+    trainer.data_collator = first
+    (batch,), _ = trainer.get_batch_samples(iter(loader), 1, torch.device("cpu"))
+    original = torch.where(batch["labels"] == -100, batch["input_ids"], batch["labels"])
+    again = plain([row["input_ids"] for row in map(_unpadded, original, batch["attention_mask"])])
+    assert torch.equal(batch["labels"], again["labels"])
+
+
+def _unpadded(ids: Tensor, real: Tensor) -> dict[str, Any]:
+    return {"input_ids": ids[real == 1].tolist()}
+
+
 def test_a_dense_model_is_given_no_rows(small, tmp_path) -> None:
     _, seen = train(OnDevice, pair(small)[1], tmp_path, model_for(small), row_capacity=64)
     assert not any("rows" in batch for batch in seen)
@@ -255,5 +315,14 @@ def test_bad_arguments(wordpiece, tmp_path) -> None:
         mask_batches([], collator=ships, rows=-1)
     with pytest.raises(ValueError, match=r"data_collator: expected a .*DataCollatorForMaskedLM with mask_on"):
         OnDevice(model_for(wordpiece), arguments(tmp_path), data_collator=plain, train_dataset=rows)
+
+    class WrongOrder(MaskedLMTrainer, MaskOnDevice):
+        pass
+
+    for cls in (MaskedLMTrainer, WrongOrder):
+        with pytest.raises(
+            ValueError, match=r"data_collator: expected mask_on_device=False, or .*MaskOnDevice, MaskedLM"
+        ):
+            cls(model_for(wordpiece), arguments(tmp_path), data_collator=ships, train_dataset=rows)
     with pytest.raises(ValueError, match="row_capacity"):
         OnDevice(model_for(wordpiece), arguments(tmp_path), data_collator=ships, row_capacity=0)

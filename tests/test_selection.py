@@ -13,17 +13,14 @@ from torch import Tensor
 from fastmlm import (
     MaskedAccuracy,
     MaskedLMHead,
-    MaskingSpec,
     Overflow,
-    advance_seed,
-    mask_tokens,
     row_capacity,
     select_rows,
     sparsify,
 )
-from fastmlm.head import _TRACED, loss_only
+from fastmlm.head import loss_only
 from fastmlm.selection import labels_at, take_rows
-from fastmlm.testing import CLOSE, V, dense_loss, gradients, make_batch, make_model
+from fastmlm.testing import CLOSE, dense_loss, gradients, make_batch, make_model
 
 
 def with_rows(batch: dict[str, Tensor], capacity: int = 128) -> dict[str, Tensor]:
@@ -226,98 +223,3 @@ def test_a_head_of_ones_own_takes_rows(capacity: int, divisor: int | None, plain
     loss = head(x, labels, weight_per_token=weights, num_items_in_batch=divisor, **selected)
     torch.testing.assert_close(loss, expected, **CLOSE)
     torch.testing.assert_close(torch.autograd.grad(loss, [x, *head.parameters()]), wanted, **CLOSE)
-
-
-# ---- Compiled as a whole ----
-
-
-# Dynamo's own: it makes an object of a Function, and asks tensors for gradients that they do not keep.
-of_dynamo = pytest.mark.filterwarnings(
-    "ignore:.*should not be instantiated:DeprecationWarning", "ignore:The .grad attribute"
-)
-
-
-@of_dynamo
-@pytest.mark.parametrize("whole", [True, False], ids=["the step", "the model"])
-@pytest.mark.parametrize("name", ["Bert", "Esm", "ModernBert"])
-def test_fullgraph(name: str, whole: bool) -> None:
-    """One graph, no compilation for other batches, nothing left behind."""
-    dense = make_model(name)
-    sparse = sparsify(copy.deepcopy(dense))
-
-    def step(**batch: Tensor) -> Tensor:
-        return sparse(**with_rows(batch)).loss
-
-    compiled: Any = torch.compile(step if whole else sparse, fullgraph=True, backend="aot_eager")
-    call = compiled if whole else lambda **batch: compiled(**with_rows(batch)).loss
-    try:
-        call(**make_batch(counts=(5, 0, 1, 3)))
-        with torch.compiler.set_stance("fail_on_recompile"):
-            for seed, counts in enumerate([(5, 0, 1, 3), (0, 0, 0, 0), (1, 7, 2, 6)]):
-                batch = make_batch(seed, counts)
-                loss = call(**batch)
-                assert _TRACED.call is None
-                found = gradients(sparse, loss)
-                expected = dense_loss(dense, batch) if any(counts) else sparse(**batch).loss
-                torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-7)  # ESM has a float32 step of its own
-                wanted = gradients(dense if any(counts) else sparse, expected)
-                torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-7)
-    finally:
-        torch.compiler.reset()
-
-
-@of_dynamo
-def test_fullgraph_from_ids_to_loss() -> None:
-    """Masks by a seed on the device, which advances; rows; the model: the README's step, in one graph."""
-    sparse, spec = sparsify(make_model()), MaskingSpec(3, V, (0, 1, 2), mlm_probability=0.4)
-
-    def step(ids: Tensor, seed: Tensor) -> Tensor:
-        masked = mask_tokens(ids, spec, seed=seed)
-        advance_seed(seed)
-        selected = select_rows(masked.labels, row_capacity(ids.numel(), spec.mlm_probability))
-        return sparse(input_ids=masked.input_ids, labels=masked.labels, **selected._asdict()).loss
-
-    compiled: Any = torch.compile(step, fullgraph=True, backend="aot_eager")
-    seeds, losses = (torch.tensor([5]), torch.tensor([5])), []
-    try:
-        for i in range(3):
-            ids = torch.randint(4, V, (4, 10), generator=torch.Generator().manual_seed(i))
-            expected, loss = (function(ids, seed) for function, seed in zip((step, compiled), seeds, strict=True))
-            torch.testing.assert_close(loss, expected, **CLOSE)
-            torch.testing.assert_close(gradients(sparse, loss), gradients(sparse, expected), **CLOSE)
-            assert torch.equal(*seeds)
-            losses.append(loss.item())
-    finally:
-        torch.compiler.reset()
-    assert len(set(losses)) == 3
-
-
-@of_dynamo
-def test_fullgraph_of_a_head() -> None:
-    head = MaskedLMHead(HEAD_H, HEAD_V).double()
-    compiled: Any = torch.compile(head, fullgraph=True, backend="aot_eager")
-    x, labels = case()
-    try:
-        loss = compiled(x, labels, **select_rows(labels, 64)._asdict())
-        torch.testing.assert_close(loss, head(x, labels), **CLOSE)
-    finally:
-        torch.compiler.reset()
-
-
-@of_dynamo
-def test_a_graph_that_breaks_inside() -> None:
-    """What was traced before the break is found by the hooks after it, compiled or not."""
-    dense, batch = make_model(), make_batch(counts=(5, 0, 1, 3))
-    sparse = sparsify(copy.deepcopy(dense))
-    sparse.cls.predictions.transform.register_forward_hook(_break)
-    compiled: Any = torch.compile(sparse, backend="aot_eager")
-    try:
-        torch.testing.assert_close(compiled(**with_rows(batch)).loss, dense_loss(dense, batch), **CLOSE)
-        assert _TRACED.call is None
-        torch.testing.assert_close(sparse(**batch).loss, dense_loss(dense, batch), **CLOSE)
-    finally:
-        torch.compiler.reset()
-
-
-def _break(module: Any, args: Any, output: Any) -> None:
-    torch._dynamo.graph_break()

@@ -76,9 +76,9 @@ class DataCollatorForMaskedLM(HuggingFaceRandom):
         row_key_column: a column of integers or strings, one a row, that tells equal rows apart: then each has masks of
             its own. Models do not get to see it. (`MaskedLMTrainer` keeps it from being removed before; for other
             Trainers, ``remove_unused_columns=False``.)
-        mask_on_device: leave the masks to the device. Batches then hold ids in 4 bytes or 1, ``lengths`` and
-            ``mask_keys``, and are masked by `fastmlm.mask_batches` or `fastmlm.trainer.MaskOnDevice`, which give what
-            comes without it, bit for bit.
+        mask_on_device: leave the masks to the device. Batches then hold ids in 4 bytes or 1, the rows' lengths and
+            keys, and are masked by `fastmlm.mask_batches` or `fastmlm.trainer.MaskOnDevice`, which give what comes
+            without it, bit for bit. (Attention masks of packed rows may then have no zero between first and last one.)
 
     Shapes: ``input_ids``, ``attention_mask`` and ``labels`` (B, S), int64; a BatchEncoding for dicts, a dict for ids.
     Packed: ``input_ids``, ``labels`` and ``position_ids`` (1, N), int64; ``cu_seq_lens_q`` and ``cu_seq_lens_k``

@@ -18,10 +18,9 @@ the call is traced, of which nothing is left in the compiled code.
 import dataclasses
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import wraps
 from typing import Any, TypeVar
 
 import torch
@@ -30,84 +29,19 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from fastmlm import head_check, metrics
+from fastmlm import head_call, head_check, metrics
+from fastmlm.head_call import IGNORE_INDEX, Selection
 from fastmlm.loss import masked_lm_loss
 from fastmlm.masked_lm_head import is_plain_linear, projected_loss
-from fastmlm.selection import SelectedRows, check_rows, labels_at, take_rows
+from fastmlm.selection import check_is_masked, check_rows
 
 _Model = TypeVar("_Model", bound=nn.Module)
-
-_IGNORE_INDEX = -100  # what the models themselves ignore; not ours to choose
 
 # Labels of pairs of sentences, whose loss pretraining models add to that of the tokens, and the logits they belong to.
 _PAIR_LABELS = {"next_sentence_label": "seq_relationship_logits", "sentence_order_label": "sop_logits"}
 
 
-@dataclasses.dataclass(frozen=True)
-class _Selection:
-    """What a running call takes part with: N flat labels, the K rows among them, and the divisor of the loss."""
-
-    labels: Tensor
-    rows: Tensor
-    given: bool  # the rows came with the call, and may be fewer than K
-    num_items_in_batch: int | Tensor | None
-    pair_labels: Tensor | None
-
-    def labels_of_rows(self, device: torch.device) -> Tensor:
-        """The labels of the selected rows, (K,)."""
-        if self.given:
-            return labels_at(self.labels, self.rows, _IGNORE_INDEX).to(device)
-        return self.labels.index_select(0, self.rows).to(device)
-
-    def take(self, x: Tensor) -> Tensor:
-        """The selected rows of (..., D), as (1, K, D): a batch of one sequence, which any head accepts."""
-        if x.shape[:-1].numel() != self.labels.numel():
-            raise ValueError(f"labels hold {self.labels.numel()} positions, but the model made {tuple(x.shape[:-1])}")
-        flat, rows = x.reshape(-1, x.shape[-1]), self.rows.to(x.device)
-        return (take_rows(flat, rows) if self.given else flat.index_select(0, rows)).unsqueeze(0)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """One running call of a sparse model; `outer` is the call it runs inside of."""
-
-    model: nn.Module
-    selection: _Selection | None
-    sparse: bool  # whether the head sees the selected rows alone
-    outer: "_Call | None"
-    losses: list[Tensor] = dataclasses.field(default_factory=list)  # one, where it was computed before the decoder
-
-
-_CALL: ContextVar[_Call | None] = ContextVar("fastmlm_call", default=None)
 _LOSS_ONLY: ContextVar[bool] = ContextVar("fastmlm_loss_only", default=False)
-
-
-class _Traced:
-    """The call being traced by `torch.compile`, or left by a graph that broke inside of it."""
-
-    def __init__(self) -> None:
-        self.call: _Call | None = None
-
-
-_TRACED = _Traced()
-
-
-def _running() -> _Call | None:
-    if torch.compiler.is_compiling():
-        return _TRACED.call
-    return _CALL.get() or _TRACED.call
-
-
-def _hook(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook that runs as it is, and is compiled in a call that is compiled as a whole."""
-    eager = torch.compiler.disable(function)
-
-    @wraps(function)
-    def hook(*args: Any) -> Any:
-        traced = torch.compiler.is_compiling() and _TRACED.call is not None
-        return (function if traced else eager)(*args)
-
-    return hook
 
 
 @contextmanager
@@ -133,44 +67,57 @@ class _Applied:
 
 def _take_labels(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Forward pre-hook of the model: open a call, and keep the labels from the model's own loss."""
-    return (_open if "rows" in kwargs else _open_eagerly)(model, args, kwargs)
+    return (_take_labels_now if "rows" in kwargs else _take_labels_eagerly)(model, args, kwargs)
 
 
-def _open(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _keep_rows(base: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    """Forward hook of the base model: in a sparse call, only the selected hidden states go on to the head."""
+    return (_keep_rows_now if _in_traced_call() else _keep_rows_eagerly)(base, args, output)
+
+
+def _compute_loss(decoder: nn.Module, args: tuple[Any, ...]) -> Any:
+    """Forward pre-hook of the decoder: in a sparse call, the loss in place of logits, which then are of no rows."""
+    return (_compute_loss_now if _in_traced_call() else _compute_loss_eagerly)(decoder, args)
+
+
+def _put_loss(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    """Forward hook of the model, also after an exception (then without output): close the call and add the loss."""
+    return (_put_loss_now if _in_traced_call() else _put_loss_eagerly)(model, args, kwargs, output)
+
+
+def _in_traced_call() -> bool:
+    return head_call.is_traced() and head_call.TRACED.call is not None
+
+
+def _take_labels_now(
+    model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     applied = model._fastmlm_sparse
     kwargs = dict(kwargs)
-    given = {name: kwargs.pop(name) for name in SelectedRows._fields if name in kwargs}
+    check_is_masked(kwargs)
+    given = "rows" in kwargs
+    rows, _ = kwargs.pop("rows", None), kwargs.pop("count", None)  # which both come of select_rows
+    if given:
+        check_rows(rows)
     position = applied.arguments.index("labels")
     if position < len(args):
         labels, args = args[position], (*args[:position], None, *args[position + 1 :])
     else:
         labels = kwargs.pop("labels", None)
-    if given:
-        check_rows(given.get("rows"))
     selection = None
     if labels is not None:
         labels = labels.reshape(-1)
-        rows = given["rows"] if given else labels.ne(_IGNORE_INDEX).nonzero().squeeze(-1)
+        rows = rows if given else labels.ne(IGNORE_INDEX).nonzero().squeeze(-1)
         named = dict(zip(applied.arguments, args, strict=False)) | kwargs
         divisor = kwargs.pop("num_items_in_batch", None)
-        selection = _Selection(labels, rows, bool(given), divisor, named.get(applied.pair_labels))
-    traced = torch.compiler.is_compiling()
-    sparse = selection is not None and (model.training or (not traced and _LOSS_ONLY.get()))
-    call = _Call(model, selection, sparse, outer=_running())
-    if traced:
-        _TRACED.call = call
-    else:
-        _CALL.set(call)
+        selection = Selection(labels, rows, given, divisor, named.get(applied.pair_labels))
+    loss_alone = not head_call.is_traced() and _LOSS_ONLY.get()  # a ContextVar cannot be traced
+    head_call.enter(model, selection, selection is not None and (model.training or loss_alone))
     return args, kwargs
 
 
-_open_eagerly = torch.compiler.disable(_open)
-
-
-@_hook
-def _keep_rows(base: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    """Forward hook of the base model: in a sparse call, only the selected hidden states go on to the head."""
-    call = _running()
+def _keep_rows_now(base: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    call = head_call.running()
     if call is None or call.selection is None or not call.sparse or call.model.base_model is not base:
         return None
     selected = call.selection.take(output[0])
@@ -179,10 +126,8 @@ def _keep_rows(base: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     return dataclasses.replace(output, **{next(iter(output)): selected})
 
 
-@_hook
-def _compute_loss(decoder: nn.Module, args: tuple[Any, ...]) -> Any:
-    """Forward pre-hook of the decoder: in a sparse call, the loss in place of logits, which then are of no rows."""
-    call = _running()
+def _compute_loss_now(decoder: nn.Module, args: tuple[Any, ...]) -> Any:
+    call = head_call.running()
     if call is None or not call.sparse or not call.model._fastmlm_sparse.fused:  # type: ignore[union-attr]
         return None
     # Looked at in each call, since adapters and hooks may have come in between.
@@ -195,16 +140,11 @@ def _compute_loss(decoder: nn.Module, args: tuple[Any, ...]) -> Any:
     return (x[..., :0, :],)
 
 
-@_hook
-def _put_loss(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-    """Forward hook of the model, also after an exception (then without output): close the call and add the loss."""
-    call = _running()
+def _put_loss_now(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    call = head_call.running()
     if call is None or call.model is not model:  # another hook failed before ours opened the call
         return None
-    if call is _TRACED.call:
-        _TRACED.call = call.outer
-    else:
-        _CALL.set(call.outer)
+    head_call.leave(call)
     if call.selection is None or output is None:
         return None
     if call.losses:
@@ -224,6 +164,13 @@ def _put_loss(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], o
         pairs = output[1] if isinstance(output, tuple) else output[_PAIR_LABELS[name]]
         loss = loss + F.cross_entropy(pairs.reshape(-1, pairs.shape[-1]).to(loss.dtype), pair_labels.reshape(-1))
     return (loss, *output) if isinstance(output, tuple) else dataclasses.replace(output, loss=loss)
+
+
+# `torch.compile` runs these as they are.
+_take_labels_eagerly = torch.compiler.disable(_take_labels_now)
+_keep_rows_eagerly = torch.compiler.disable(_keep_rows_now)
+_compute_loss_eagerly = torch.compiler.disable(_compute_loss_now)
+_put_loss_eagerly = torch.compiler.disable(_put_loss_now)
 
 
 def sparsify(model: _Model) -> _Model:
@@ -346,7 +293,7 @@ def _apply_and_compare(model: Any, base: nn.Module) -> tuple[float, float, bool]
 
     The loss is left to be computed in place of the decoder if that gives the same, else by the model's own decoder.
     """
-    inputs = head_check.tiny_batch(model, _IGNORE_INDEX, _pair_labels(model))
+    inputs = head_check.tiny_batch(model, IGNORE_INDEX, _pair_labels(model))
     untouched = head_check.gives_what_its_decoder_gives(model, base, inputs)
     hidden: list[Tensor] = []
     seen = base.register_forward_hook(lambda _module, _inputs, output: hidden.append(output[0].float()))

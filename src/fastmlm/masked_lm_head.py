@@ -79,8 +79,8 @@ class MaskedLMHead(nn.Module):
             num_items_in_batch: the number of selected tokens of the whole optimizer step, by which the sum of losses is
                 then divided, so that micro-batches add up to one large batch; else the loss is their mean.
             weight_per_token: (...), what the loss of each token is multiplied by (masked diffusion: 1 / p).
-            rows, count: the selected positions as `fastmlm.select_rows` finds them, for a step of fixed shapes in which
-                nothing waits for a GPU: for ``torch.compile(fullgraph=True)`` and CUDA graphs.
+            rows, count: what `fastmlm.select_rows` gives, for a step of fixed shapes in which nothing waits for a GPU:
+                for ``torch.compile(fullgraph=True)`` and CUDA graphs. The count is taken, and not looked at.
 
         Returns:
             A scalar, float32 (float64 for float64), 0 where nothing is selected; or (..., V).

@@ -87,4 +87,4 @@ def nobody_counts() -> Iterator[None]:
 
 def running() -> MaskedAccuracy | None:
     """What counts the calls being made now; nothing in calls that are compiled, which cannot follow a ContextVar."""
-    return None if torch.compiler.is_compiling() else _RUNNING.get()
+    return None if torch.compiler.is_dynamo_compiling() else _RUNNING.get()

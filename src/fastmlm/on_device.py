@@ -15,13 +15,14 @@ from torch import Tensor
 from fastmlm.masking import mask_tokens
 from fastmlm.packing import flatten
 from fastmlm.philox import as_int64, first_real, real_tokens
-from fastmlm.selection import Overflow, row_capacity, select_rows
+from fastmlm.selection import SHIPPED_KEYS, Overflow, row_capacity, select_rows
 from fastmlm.spec import MaskingSpec, check_ids
 
-# Columns of a shipped batch that models do not know. The keys are one row each, (B, 2), so that what divides a batch
-# among processes divides them with it: the key of the batch, and that of the row.
-_KEYS, _LENGTHS, _UNITS, _SPECIAL = "mask_keys", "lengths", "units", "special_tokens_mask"
-_BOUNDS = "cu_seq_lens_q"
+# Columns of a shipped batch, of names that no data set has. The keys come one row each, (B, 2): the key of the batch,
+# and that of the row. So what divides a batch among processes divides them with it.
+_KEYS, _LENGTHS, _UNITS = SHIPPED_KEYS, "fastmlm_lengths", "fastmlm_units"
+_SPECIAL, _BOUNDS = "special_tokens_mask", "cu_seq_lens_q"
+_NARROW = ("token_type_ids", _SPECIAL)  # small numbers, shipped as bytes
 # Σ size² / Σ size of words is 1.2 for English under BERT's tokenizer; rare words and other scripts have larger ones.
 _WORD_SIZE = 4.0
 
@@ -66,20 +67,21 @@ def ship(
         collator: whose masks these will be.
 
     Returns:
-        The columns, ids narrowed, with the keys; ``lengths`` in place of the attention mask where it is made of them.
+        The columns, ids narrowed, with the keys; lengths in place of the attention mask where it is made of them.
 
     Raises:
-        ValueError: an id is out of range, or a row has a 0 in its attention mask that packing would drop.
+        ValueError: an id is out of range, a column has a name that is kept for what is shipped, or a row has a 0 in its
+            attention mask that packing would drop.
     """
     ids, vocab_size = columns["input_ids"], collator.spec.vocab_size
     if ids.numel():
         lowest, highest = ids.aminmax()
         check_ids(int(lowest), int(highest), vocab_size)
+    if taken := {_KEYS, _LENGTHS, _UNITS} & columns.keys():
+        raise ValueError(f"features: expected other names of columns with mask_on_device=True, got {sorted(taken)}")
     batch = dict(columns)
     batch["input_ids"] = ids.to(torch.uint8 if vocab_size <= 256 else torch.int32)
-    for name in ("token_type_ids", _SPECIAL):
-        if name in batch:
-            batch[name] = _as_bytes(batch[name])
+    batch |= {name: _as_bytes(batch[name]) for name in _NARROW if name in batch}
     if units is not None:
         batch[_UNITS] = units.to(torch.int32)
     rows = torch.arange(len(ids), device="cpu") if row_keys is None else row_keys
@@ -90,7 +92,8 @@ def ship(
     lengths = (attention_mask != 0).sum(1)
     left = collator.tokenizer.padding_side == "left"
     implied = ("attention_mask" in columns) == _models_take_masks(collator)
-    if implied and torch.equal(attention_mask, real_tokens(lengths, ids.shape[1], left)):
+    whole = attention_mask.dtype == torch.int64
+    if implied and whole and torch.equal(attention_mask, real_tokens(lengths, ids.shape[1], left)):
         batch.pop("attention_mask", None)
         batch[_LENGTHS] = lengths.to(torch.int32)
     else:
@@ -101,9 +104,8 @@ def ship(
 def _pack(
     batch: dict[str, Any], examples: Sequence[Any], attention_mask: Tensor, keys: Tensor, collator: Collator
 ) -> dict[str, Any]:
-    real = attention_mask != 0
-    lengths = real.sum(1)
-    last = real.shape[1] - real.flip(1).to(torch.uint8).argmax(1)
+    lengths = (attention_mask != 0).sum(1)
+    last = attention_mask.shape[1] - first_real(attention_mask.flip(1))
     holes = (lengths > 0) & (lengths != last - first_real(attention_mask))
     if bool(holes.any()):
         raise ValueError(
@@ -129,9 +131,15 @@ def _models_take_masks(collator: Collator) -> bool:
 
 
 def _as_bytes(column: Tensor) -> Tensor:
-    """Integers as uint8, where they fit."""
-    low, high = column.aminmax() if column.numel() else (0, 0)
+    """int64 as uint8, where they fit; `_as_they_were` is the way back."""
+    if column.dtype != torch.int64 or not column.numel():
+        return column
+    low, high = column.aminmax()
     return column.to(torch.uint8) if int(low) >= 0 and int(high) < 256 else column
+
+
+def _as_they_were(column: Tensor) -> Tensor:
+    return column.to(torch.int64) if column.dtype == torch.uint8 else column
 
 
 # ---- On the device ----
@@ -151,7 +159,7 @@ def mask_batch(batch: Mapping[str, Any], collator: Collator) -> Any:
     keys = columns.pop(_KEYS)
     units, special = columns.pop(_UNITS, None), columns.pop(_SPECIAL, None)
     ids = columns["input_ids"].to(torch.int64)  # from a narrower type, so that these are its own
-    row_keys, bounds = keys[:, 1], columns.get(_BOUNDS)
+    row_keys, bounds = keys[:, 1], columns[_BOUNDS] if collator.packing else None
     if bounds is not None:
         row_keys, attention_mask = _packed_rows(bounds, row_keys, ids)
         columns["cu_seq_lens_k"] = bounds.clone()
@@ -163,9 +171,9 @@ def mask_batch(batch: Mapping[str, Any], collator: Collator) -> Any:
         if _models_take_masks(collator):
             columns["attention_mask"] = attention_mask
     else:
-        attention_mask = columns["attention_mask"] = columns["attention_mask"].to(torch.int64)
+        attention_mask = columns["attention_mask"] = _as_they_were(columns["attention_mask"])
     if "token_type_ids" in columns:
-        columns["token_type_ids"] = columns["token_type_ids"].to(torch.int64)
+        columns["token_type_ids"] = _as_they_were(columns["token_type_ids"])
     columns["input_ids"], columns["labels"] = mask_tokens(
         ids,
         collator.spec,
@@ -209,6 +217,13 @@ def with_rows(batch: Any, collator: Collator, capacity: int | None, overflow: Ov
     return type(batch)({**batch, **selected._asdict()})
 
 
+def collator_of(loader: Any) -> Any:
+    """The collator of a loader if it ships its batches, out of what the Trainer puts around it; else None."""
+    collator = getattr(loader, "collate_fn", None)
+    collator = getattr(collator, "data_collator", collator)
+    return collator if getattr(collator, "mask_on_device", False) else None
+
+
 def check_masks_on_device(name: str, collator: Any) -> None:
     """Raise unless a collator ships its batches."""
     if not getattr(collator, "mask_on_device", False):
@@ -232,15 +247,17 @@ class MaskedBatches:
     def __iter__(self) -> Iterator[Any]:
         overflow = Overflow()
         capacity = None if self._rows is True else int(self._rows)
-        for batch in self._batches:
-            if not is_shipped(batch):
-                raise ValueError(
-                    "batches: expected batches of a collator with mask_on_device=True, got one with "
-                    f"{', '.join(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__}"
-                )
-            masked = mask_batch(self._move(batch), self._collator)
-            yield with_rows(masked, self._collator, capacity, overflow) if self._rows is not False else masked
-        overflow.warn()
+        try:
+            for batch in self._batches:
+                if not is_shipped(batch):
+                    raise ValueError(
+                        "batches: expected batches of a collator with mask_on_device=True, got one with "
+                        f"{', '.join(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__}"
+                    )
+                masked = mask_batch(self._move(batch), self._collator)
+                yield with_rows(masked, self._collator, capacity, overflow) if self._rows is not False else masked
+        finally:  # also where the loop was left before
+            overflow.warn()
 
     def _move(self, batch: Any) -> Any:
         if self._device is None:
@@ -259,7 +276,7 @@ def mask_batches(
     device: torch.device | str | None = None,
     rows: bool | int = False,
 ) -> MaskedBatches:
-    """``(mask(batch.to(device)) for batch in batches)``, again on each pass
+    """``(mask(batch.to(device)) for batch in batches)``, on each pass over the batches
 
     For loops of one's own and Accelerate's, of batches that a `fastmlm.DataCollatorForMaskedLM` with
     ``mask_on_device=True`` has made; the result is what it gives without, masks bit for bit the same::
@@ -273,9 +290,9 @@ def mask_batches(
         collator: which made them; None: the ``collate_fn`` of the batches.
         device: where to mask and to move batches to, without waiting where they lie in pinned memory; None: where the
             batches are.
-        rows: add ``rows`` and ``count`` of `fastmlm.select_rows` for a sparse model or `fastmlm.MaskedLMHead`: True for
-            as many as `fastmlm.row_capacity` says (of words: units of 4 tokens), or how many. Selected positions for
-            which there were no rows are told at the end of a pass, by a warning.
+        rows: add ``rows`` and ``count`` of `fastmlm.select_rows`, for a sparse model or `fastmlm.MaskedLMHead` (others
+            do not look at them): True for as many as `fastmlm.row_capacity` says (of words: units of 4 tokens), or how
+            many. Selected positions for which there were no rows are told at the end of a pass, by a warning.
 
     Raises:
         TypeError, ValueError: naming the argument.

@@ -14,7 +14,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_PER_TOKEN = ("input_ids", "labels", "token_type_ids", "special_tokens_mask", "units")  # never anything else
+_PER_TOKEN = ("input_ids", "labels", "token_type_ids", "special_tokens_mask", "fastmlm_units")  # never anything else
 
 
 def row_lengths(examples: Sequence[Any]) -> list[int]:

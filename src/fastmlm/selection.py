@@ -6,12 +6,14 @@ decides on the length, from the law by which positions are selected, and the dev
 
 import math
 import warnings
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 _ROUNDED_TO = 128  # rows: matrix products of such sizes waste no tile
+SHIPPED_KEYS = "fastmlm_keys"  # the column by which a batch is known that the device is to mask
 _SIGMAS = 6  # a normal law passes them once in 10^9 steps
 
 
@@ -105,6 +107,15 @@ class Overflow:
                 "capacity has slots; give a larger capacity",
                 stacklevel=stacklevel + 1,
             )
+
+
+def check_is_masked(batch: Mapping[str, Any]) -> None:
+    """Raise if a batch is one that a collator leaves to the device to mask, and nobody did."""
+    if SHIPPED_KEYS in batch:
+        raise ValueError(
+            "labels: expected a masked batch, got one as a collator with mask_on_device=True ships it; mask it by "
+            "fastmlm.mask_batches, or by a trainer of class MyTrainer(MaskOnDevice, MaskedLMTrainer)"
+        )
 
 
 def check_rows(rows: Any) -> None:

@@ -25,12 +25,13 @@ class MaskOnDevice:
 
     The collator is a `DataCollatorForMaskedLM` with ``mask_on_device=True``, whose batches take a sixth of the bytes
     on their way, and which makes no masks in the loader's processes. Training, its count of selected tokens, evaluation
-    and resumed runs see the masks that the collator would have made, bit for bit. Batches that have labels already are
-    left alone.
+    and resumed runs see the masks that the collator would have made, bit for bit. A batch is masked by the collator of
+    its loader; batches of other collators are left alone.
 
     On a GPU a sparse model is given ``rows`` and ``count`` in training (`fastmlm.select_rows`), so that nothing in its
-    head waits; positions for which there were no rows are told when the loss is logged, by a warning. (transformers
-    itself waits in each step to hear whether the attention mask is all ones, where attention is ``"sdpa"``.)
+    head waits; positions for which there were no rows are told when the loss is logged, by a warning, and count in
+    ``num_items_in_batch`` all the same. (transformers itself waits in each step to hear whether the attention mask is
+    all ones, where attention is ``"sdpa"``, and whether the loss is NaN, unless ``logging_nan_inf_filter=False``.)
 
     Args:
         row_capacity: how many rows; None: on a GPU as many as `fastmlm.row_capacity` says, and none on the CPU, where
@@ -47,13 +48,23 @@ class MaskOnDevice:
         on_device.check_masks_on_device("data_collator", self.data_collator)  # type: ignore[attr-defined]
         self._row_capacity = row_capacity
         self._overflow = Overflow()
+        self._collators: dict[str, Any] = {}  # of the loaders of training and evaluation
+
+    def get_train_dataloader(self) -> Any:
+        loader = super().get_train_dataloader()  # type: ignore[misc]
+        self._collators["training"] = on_device.collator_of(loader)
+        return loader
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
         # Before the labels are counted; lazily, as many as are asked for.
         return super().get_batch_samples(map(self._mask_training_batch, epoch_iterator), *args, **kwargs)  # type: ignore[misc]
 
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        self._collators["evaluation"] = on_device.collator_of(dataloader)
+        return super().evaluation_loop(dataloader, *args, **kwargs)  # type: ignore[misc]
+
     def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        masked = self._mask_batch(inputs)
+        masked = self._mask_batch(inputs, "evaluation")
         if masked is not inputs:  # in its place, for the loop may hand it on to metrics
             inputs.clear()
             inputs.update(masked)
@@ -63,19 +74,27 @@ class MaskOnDevice:
         self._overflow.warn()
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
-    def _mask_batch(self, batch: Any) -> Any:
+    def _mask_batch(self, batch: Any, loader: str) -> Any:
         trainer: Any = self
         if not on_device.is_shipped(batch):
             return batch
-        return on_device.mask_batch(trainer._prepare_input(batch), trainer.data_collator)
+        collator = self._collators.get(loader) or trainer.data_collator
+        return on_device.mask_batch(trainer._prepare_input(batch), collator)
 
     def _mask_training_batch(self, batch: Any) -> Any:
         trainer: Any = self
-        masked = self._mask_batch(batch)
-        asked_for = self._row_capacity is not None or trainer.args.device.type != "cpu"
-        if masked is batch or not asked_for or trainer.args.n_gpu > 1 or not is_sparse(trainer.model):
+        masked = self._mask_batch(batch, "training")
+        if masked is batch or not self._gives_rows():
             return masked
-        return on_device.with_rows(masked, trainer.data_collator, self._row_capacity, self._overflow)
+        collator = self._collators.get("training") or trainer.data_collator
+        return on_device.with_rows(masked, collator, self._row_capacity, self._overflow)
+
+    def _gives_rows(self) -> bool:
+        """Whether the model takes rows, computes the loss itself, and there is a wait to spare."""
+        trainer: Any = self
+        asked_for = self._row_capacity is not None or trainer.args.device.type != "cpu"
+        own_loss = trainer.label_smoother is not None or trainer.compute_loss_func is not None
+        return asked_for and not own_loss and trainer.args.n_gpu <= 1 and is_sparse(trainer.model)
 
 
 class MaskedLMTrainer(Trainer):
@@ -116,6 +135,14 @@ class MaskedLMTrainer(Trainer):
         if isinstance(model, nn.Module):
             sparsify(model)  # before the Trainer looks whether the model divides its loss by the number of tokens
         super().__init__(model, args, data_collator, *rest, **named)
+        order = type(self).__mro__
+        if getattr(self.data_collator, "mask_on_device", False) and (
+            MaskOnDevice not in order or order.index(MaskOnDevice) > order.index(MaskedLMTrainer)
+        ):
+            raise ValueError(
+                "data_collator: expected mask_on_device=False, or a trainer that masks on the device: "
+                "class MyTrainer(MaskOnDevice, MaskedLMTrainer)"
+            )
         if isinstance(self.data_collator, DataCollatorForMaskedLM):
             self.add_callback(self.data_collator.callback())
 

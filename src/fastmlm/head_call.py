@@ -1,0 +1,98 @@
+"""The running call of a sparse model: what `fastmlm.head`'s hooks share."""
+
+import dataclasses
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastmlm.selection import labels_at, take_rows
+
+IGNORE_INDEX = -100  # what the models themselves ignore; not ours to choose
+
+
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """What a running call takes part with: N flat labels, the K rows among them, and the divisor of the loss."""
+
+    labels: Tensor
+    rows: Tensor
+    given: bool  # the rows came with the call, and may be fewer than K
+    num_items_in_batch: int | Tensor | None
+    pair_labels: Tensor | None
+
+    def labels_of_rows(self, device: torch.device) -> Tensor:
+        """The labels of the selected rows, (K,)."""
+        if self.given:
+            return labels_at(self.labels, self.rows, IGNORE_INDEX).to(device)
+        return self.labels.index_select(0, self.rows).to(device)
+
+    def take(self, x: Tensor) -> Tensor:
+        """The selected rows of (..., D), as (1, K, D): a batch of one sequence, which any head accepts."""
+        if x.shape[:-1].numel() != self.labels.numel():
+            raise ValueError(f"labels hold {self.labels.numel()} positions, but the model made {tuple(x.shape[:-1])}")
+        flat, rows = x.reshape(-1, x.shape[-1]), self.rows.to(x.device)
+        return (take_rows(flat, rows) if self.given else flat.index_select(0, rows)).unsqueeze(0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One running call of a sparse model; `outer` is the call it runs inside of."""
+
+    model: nn.Module
+    selection: Selection | None
+    sparse: bool  # whether the head sees the selected rows alone
+    outer: "Call | None"
+    losses: list[Tensor] = dataclasses.field(default_factory=list)  # one, where it was computed before the decoder
+
+
+class _Traced:
+    """The call being traced by `torch.compile`, or left by a graph that broke inside of it.
+
+    One for all threads, for what is compiled cannot set a thread's own. Hooks see that it is not theirs by the model.
+    """
+
+    def __init__(self) -> None:
+        self.call: Call | None = None
+
+
+_CALL: ContextVar[Call | None] = ContextVar("fastmlm_call", default=None)
+TRACED = _Traced()
+
+
+def is_traced() -> bool:
+    """Whether this very code is being compiled; ``is_compiling`` says so while any thread compiles anything."""
+    return torch.compiler.is_dynamo_compiling()
+
+
+def running() -> Call | None:
+    """The call that hooks belong to: the innermost one."""
+    return TRACED.call if is_traced() else _CALL.get() or TRACED.call
+
+
+def enter(model: nn.Module, selection: Selection | None, sparse: bool) -> None:
+    """Open a call."""
+    if is_traced():
+        TRACED.call = Call(model, selection, sparse, TRACED.call)
+        return
+    outer = _CALL.get()
+    while outer is not None and _is_of(outer, model):  # which was interrupted: hooks do not hear of that
+        outer = outer.outer
+    _CALL.set(Call(model, selection, sparse, outer))
+
+
+def leave(call: Call) -> None:
+    """Close the running call."""
+    if call is TRACED.call:
+        TRACED.call = call.outer
+    else:
+        _CALL.set(call.outer)
+
+
+def _is_of(call: Call | None, model: Any) -> bool:
+    while call is not None:
+        if call.model is model:
+            return True
+        call = call.outer
+    return False
