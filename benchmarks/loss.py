@@ -134,14 +134,16 @@ def compare(shape: str, kind: str) -> dict[str, Any]:
     count, width, vocabulary = SHAPES[shape]
     given = inputs(count, width, vocabulary, TYPES[kind])
     milliseconds = times(contenders(count, TYPES[kind]), given)
-    memory = peaks(str(count), str(width), str(vocabulary), kind, "")
+    near = [name for name, series in milliseconds.items() if len(series) > 1]  # the others take minutes in all
+    memory = peaks(str(count), str(width), str(vocabulary), kind, "|".join(near))
     entries = {}
     for name, series in milliseconds.items():
         ratios = [theirs / ours for theirs, ours in zip(series, milliseconds[OURS], strict=False)]
         low, _, high = quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
         entries[name] = {
             "ms": round(median(series), 2), "ratio": round(median(ratios), 3),
-            "ratio_quartiles": [round(low, 3), round(high, 3)], "mb": round(memory[name], 1),
+            "ratio_quartiles": [round(low, 3), round(high, 3)],
+            "mb": round(memory[name], 1) if name in memory else None,
         }  # fmt: skip
     return {
         "shape": shape, "rows": count, "width": width, "vocabulary": vocabulary, "dtype": kind,

@@ -211,23 +211,6 @@ def test_threads_have_calls_of_their_own() -> None:
     torch.testing.assert_close(found[0], dense_loss(dense, other), **CLOSE)
 
 
-def test_an_interrupted_call_is_forgotten() -> None:
-    """Ctrl-C reaches no hook: the call stays open until the model is called again."""
-    dense, batch = make_model(), make_batch()
-    sparse = sparsify(copy.deepcopy(dense))
-
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    handle = sparse.cls.register_forward_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        sparse(**batch)
-    handle.remove()
-    torch.testing.assert_close(sparse(**batch).loss, dense_loss(dense, batch), **CLOSE)
-    assert _CALL.get() is None
-    assert sparse.base_model(batch["input_ids"])[0].shape == (*batch["input_ids"].shape, H)
-
-
 def test_a_batch_that_nobody_masked() -> None:
     with pytest.raises(ValueError, match="labels: expected a masked batch, got one as a collator"):
         sparsify(make_model())(**make_batch(), fastmlm_keys=torch.zeros(3, 2))

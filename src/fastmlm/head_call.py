@@ -2,7 +2,6 @@
 
 import dataclasses
 from contextvars import ContextVar
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -75,11 +74,8 @@ def enter(model: nn.Module, selection: Selection | None, sparse: bool) -> None:
     """Open a call."""
     if is_traced():
         TRACED.call = Call(model, selection, sparse, TRACED.call)
-        return
-    outer = _CALL.get()
-    while outer is not None and _is_of(outer, model):  # which was interrupted: hooks do not hear of that
-        outer = outer.outer
-    _CALL.set(Call(model, selection, sparse, outer))
+    else:
+        _CALL.set(Call(model, selection, sparse, _CALL.get()))
 
 
 def leave(call: Call) -> None:
@@ -88,11 +84,3 @@ def leave(call: Call) -> None:
         TRACED.call = call.outer
     else:
         _CALL.set(call.outer)
-
-
-def _is_of(call: Call | None, model: Any) -> bool:
-    while call is not None:
-        if call.model is model:
-            return True
-        call = call.outer
-    return False
