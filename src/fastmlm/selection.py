@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-_ROUNDED_TO = 128  # rows: matrix products of such sizes waste no tile
 SHIPPED_KEYS = "fastmlm_keys"  # the column by which a batch is known that the device is to mask
+_ROUNDED_TO = 128  # rows: matrix products of such sizes waste no tile
 _SIGMAS = 6  # a normal law passes them once in 10^9 steps
 
 
@@ -54,6 +54,8 @@ def select_rows(labels: Tensor, capacity: int, *, ignore_index: int = -100) -> S
     if capacity < 1:
         raise ValueError(f"capacity: expected at least 1, got {capacity}")
     selected = labels.reshape(-1) != ignore_index
+    if not labels.numel():  # on a GPU, PyTorch's function fails on nothing (its issue 162473)
+        return SelectedRows(torch.zeros(capacity, dtype=torch.int64, device=labels.device), selected.sum())
     rows = torch.nonzero_static(selected, size=capacity, fill_value=labels.numel())
     return SelectedRows(rows.squeeze(1), selected.sum())
 
