@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 _WAIT = {
     "_local_scalar_dense", "item", "nonzero", "nonzero_numpy", "is_nonzero", "equal", "masked_select", "argwhere",
     "unique_consecutive", "unique_dim", "_unique", "_unique2", "unique_dim_consecutive", "allclose", "_to_cpu",
+    "lift_fresh",  # torch.tensor(...): on a GPU a copy from pageable memory, which no CUDA graph can capture either
 }  # fmt: skip
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from no_sync import NoSync
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastmlm import MaskingSpec, available_impls, dispatch, mask_tokens, masking, philox, reference
 
@@ -236,58 +236,16 @@ def test_exporting_leaves_the_spec_usable() -> None:
 # ---- Nothing waits for the device ----
 
 
-class NoSync(TorchDispatchMode):
-    """Refuses what makes the host wait for a GPU: reading values, shapes that depend on values, copies of host memory.
-
-    ``lift_fresh`` is ``torch.tensor(...)``: on a GPU a copy from pageable memory, which waits for the stream and which
-    no CUDA graph can capture.
-    """
-
-    BANNED = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal.", "is_nonzero", "lift_fresh")
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.name().removeprefix("aten::")
-        if (name + ".").startswith(self.BANNED):
-            raise AssertionError(f"{name} waits for the device")
-        if (
-            name.startswith(("index", "_index_put", "_unsafe_index"))
-            and len(args) > 1
-            and isinstance(args[1], (list, tuple))
-        ):
-            for index in args[1]:
-                assert index is None or index.dtype not in (torch.bool, torch.uint8), f"{name} with a bool mask waits"
-        return func(*args, **(kwargs or {}))
-
-
-def test_no_sync_sees_a_sync() -> None:
-    for bad in (lambda x: x[x > 0], lambda x: x.sum().item(), lambda x: x.nonzero(), lambda x: torch.tensor([1]), bool):
-        with pytest.raises(AssertionError, match="waits"), NoSync():
-            bad(torch.ones(1) if bad is bool else torch.ones(3))
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_reference_never_waits(kind: str) -> None:
     call = arguments(kind)
     call |= outputs(call["input_ids"])
-    with NoSync():
+    with NoSync() as seen:
         reference.mask_tokens(**call)
+    assert seen.operations > 50
     # Fake tensors have no values at all: what reads one, be it by tolist() or numpy(), raises.
     with FakeTensorMode() as mode:
         reference.mask_tokens(**{k: mode.from_tensor(v) if isinstance(v, Tensor) else v for k, v in call.items()})
-
-
-def test_triton_launcher_never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastmlm.kernels.gpu import masking as kernel
-
-    class Launch:
-        def __getitem__(self, grid: Any) -> Any:
-            return lambda *args, **kwargs: None
-
-    monkeypatch.setattr(kernel, "_mask_rows", Launch())
-    for kind in KINDS:
-        call = arguments(kind)
-        with NoSync():
-            kernel.mask_tokens(**call, **outputs(call["input_ids"]))
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -307,7 +265,8 @@ def test_public_function_never_waits(monkeypatch: pytest.MonkeyPatch, packed: bo
         call, cu_seqlens = {k: v.flatten() for k, v in call.items()}, torch.tensor([0, 64, 210])
         ids = IDS.flatten()
     philox.row_keys(IDS, IDS % 7)  # its table of weights, like those of the spec, is built once
-    with NoSync():
+    with NoSync() as seen:
         mask_tokens(ids, SPEC, seed=seed, cu_seqlens=cu_seqlens, impl="reference", **call)
         mask_tokens(ids, SPEC, seed=2**64 - 1, cu_seqlens=cu_seqlens, impl="reference")
         philox.row_keys(IDS, IDS % 7)
+    assert seen.operations > 100

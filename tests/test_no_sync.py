@@ -26,6 +26,7 @@ from fastmlm.testing import make_batch, make_model
         lambda x: x.unique(),
         lambda x: x.index_put_((x > 0,), x[:1]),
         lambda x: torch.repeat_interleave(x, x),
+        lambda x: torch.tensor([1], device="cpu"),
     ],
 )
 def test_the_mode_finds_what_waits(wait: Any) -> None:
@@ -75,7 +76,8 @@ def test_the_checks_of_the_public_function() -> None:
     ids = torch.empty(3, 70, dtype=torch.int32, device="meta")
     units, ends = torch.empty_like(ids), torch.empty(4, dtype=torch.int64, device="meta")
     spec, rates = MaskingSpec(3, 50), torch.empty(3, 70, device="meta")
-    with NoSync():
+    spec.tables(ids.device)  # which a spec copies to a device once
+    with NoSync() as mode:
         mask_tokens(
             ids,
             spec,
@@ -87,6 +89,7 @@ def test_the_checks_of_the_public_function() -> None:
             out=(ids, torch.empty_like(ids)),
         )
         mask_tokens(ids.view(-1), spec, seed=1, cu_seqlens=ends, units=units.view(-1), mlm_probability=rates[:, 0])
+    assert mode.operations > 10
 
 
 @pytest.mark.parametrize("name", ["Bert", "Esm", "ModernBert"])

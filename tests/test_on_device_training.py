@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from test_distributed import run
 from test_on_device import assert_same, pair
+from test_trainer import arguments as one_step
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import Trainer
@@ -96,13 +97,10 @@ def test_workers_and_pinned_forms(small) -> None:
 
 
 def arguments(path: Path, **changes: Any) -> transformers.TrainingArguments:
-    return transformers.TrainingArguments(
-        **{
-            "output_dir": str(path), "use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True,
-            "num_train_epochs": 2, "logging_steps": 1, "learning_rate": 0.01, "seed": 1, "data_seed": 1,
-            "per_device_train_batch_size": 2, "per_device_eval_batch_size": 4, "dataloader_pin_memory": False,
-        } | changes
-    )  # fmt: skip
+    """Two passes in batches of two."""
+    passes = {"max_steps": -1, "num_train_epochs": 2, "learning_rate": 0.01, "data_seed": 1}
+    sizes = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 4}
+    return one_step(path, **passes | sizes | changes)
 
 
 class OnDevice(MaskOnDevice, Trainer):
@@ -223,16 +221,20 @@ def test_no_rows_where_the_model_computes_no_loss(small, tmp_path, own) -> None:
     assert not any("rows" in batch for batch in seen)
 
 
+def assert_evaluates(trainer: Any, seen: list[Any], collator: Any, like: Any) -> None:
+    """An evaluation by a loader of its own shows the model the batches of another collator."""
+    rows, before = rows_to_train_on(6), len(seen)
+    trainer.get_eval_dataloader = lambda *args: DataLoader(rows, 4, collate_fn=collator)
+    trainer.evaluate()
+    for got, expected in zip(seen[before:], DataLoader(rows, 4, collate_fn=like), strict=True):
+        assert_same({name: got[name] for name in expected}, dict(expected))
+
+
 def test_a_batch_is_masked_by_the_collator_of_its_loader(small, tmp_path) -> None:
     """Evaluation with another rate, by a collator of its own."""
     trainer, seen = train(OnDevice, pair(small)[1], tmp_path, model_for(small))
     plain, ships = pair(small, mlm_probability=0.9)
-    rows = rows_to_train_on(6)
-    trainer.get_eval_dataloader = lambda *args: DataLoader(rows, 4, collate_fn=ships)
-    before = len(seen)
-    trainer.evaluate()
-    for got, expected in zip(seen[before:], DataLoader(rows, 4, collate_fn=plain), strict=True):
-        assert_same({name: got[name] for name in expected}, dict(expected))
+    assert_evaluates(trainer, seen, ships, plain)
     train_rows = rows_to_train_on()
     trainer = OnDevice(model_for(small), arguments(tmp_path), data_collator=pair(small)[1], train_dataset=train_rows)
     trainer.data_collator, first = ships, trainer.data_collator
@@ -292,12 +294,7 @@ def test_batches_that_have_labels_are_left_alone(small, tmp_path) -> None:
     """Evaluation with batches of another collator."""
     plain, ships = pair(small)
     trainer, seen = train(OnDevice, ships, tmp_path, model_for(small))
-    rows = rows_to_train_on(6)
-    trainer.get_eval_dataloader = lambda *args: DataLoader(rows, 4, collate_fn=plain)
-    before = len(seen)
-    trainer.evaluate()
-    for got, expected in zip(seen[before:], DataLoader(rows, 4, collate_fn=plain), strict=True):
-        assert_same({name: got[name] for name in expected}, dict(expected))
+    assert_evaluates(trainer, seen, plain, plain)
 
 
 def test_bad_arguments(wordpiece, tmp_path) -> None:
