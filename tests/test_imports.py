@@ -15,11 +15,11 @@ RANK = {
     "cli": 6, "trainer": 6, "testing": 6,
     "": 5,  # fastmlm itself re-exports
     "collator": 4, "head": 4, "feeding": 4,
-    "padding": 3, "packing": 3, "seeding": 3, "epochs": 3, "hf_random": 3,  # what the collator is made of,
+    "padding": 3, "packing": 3, "seeding": 3, "epochs": 3, "hf_random": 3, "collator_check": 3,  # of the collator
     "on_device": 3, "head_check": 3, "head_call": 3, "masked_lm_head": 3,  # and the head
     "masking": 2, "loss": 2, "metrics": 2, "strategies": 2,
     "dispatch": 1, "_ops": 1, "reference": 1,
-    "spec": 0, "philox": 0, "chunked": 0, "selection": 0,
+    "spec": 0, "philox": 0, "chunked": 0, "selection": 0, "schedules": 1,
     "kernels": 1,
 }  # fmt: skip
 # Within a rank: the op finds its kernel through dispatch, and metrics are counted by the loss.

@@ -113,11 +113,11 @@ class SparseOnDevice(MaskOnDevice, MaskedLMTrainer):
 
 def train(cls: Any, collator: Any, path: Path, model: Any, resume: Any = None, **kwargs: Any) -> Any:
     """A Trainer that has trained, with all batches that its model saw."""
-    changes, named = kwargs.pop("changes", {}), kwargs
+    changes, rows, named = kwargs.pop("changes", {}), kwargs.pop("rows", None) or rows_to_train_on(), kwargs
     seen: list[dict[str, Tensor]] = []
     callbacks = [] if issubclass(cls, MaskedLMTrainer) else [collator.callback()]
     trainer = cls(
-        model, arguments(path, **changes), data_collator=collator, train_dataset=rows_to_train_on(),
+        model, arguments(path, **changes), data_collator=collator, train_dataset=rows,
         eval_dataset=rows_to_train_on(6), callbacks=callbacks, **named,
     )  # fmt: skip
     trainer.model.register_forward_pre_hook(  # after a sparse model was tried

@@ -309,14 +309,14 @@ def test_a_trainer_tells_epochs(wordpiece, texts, tmp_path, run):
     assert epochs_of(wordpiece, batches) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
 
 
-def test_a_second_run_counts_anew(wordpiece, rows):
+def test_a_second_run_counts_anew(wordpiece, rows, tmp_path):
     """``trainer.train()`` called twice starts from epoch 0 twice."""
     one = collator(wordpiece)
-    callback = one.callback()
+    callback, arguments = one.callback(), TrainingArguments(str(tmp_path), use_cpu=True)
     for _ in range(2):
-        callback.on_train_begin(None, TrainerState(), None, train_dataloader=[1])
+        callback.on_train_begin(arguments, TrainerState(), None, train_dataloader=[1])
         for epoch in (0, 1):
-            callback.on_epoch_begin(None, None, None)
+            callback.on_epoch_begin(arguments, TrainerState(), None)
             assert by_row([one(rows)]) == by_row([collator(wordpiece, epoch=epoch)(rows)])
 
 

@@ -1,7 +1,6 @@
 """The data collator: Hugging Face's arguments and calling convention, fastmlm's masks."""
 
 import copy
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -15,20 +14,21 @@ from torch import Tensor
 from transformers import BatchEncoding, TrainerCallback
 
 from fastmlm import on_device, packing as _packing
+from fastmlm.collator_check import check_arguments, warn_of_many_specials
 from fastmlm.dispatch import resolve
 from fastmlm.epochs import TellEpoch
 from fastmlm.hf_random import HuggingFaceRandom
 from fastmlm.masking import mask_tokens, row_keys
 from fastmlm.padding import pad_rows
 from fastmlm.philox import real_tokens
+from fastmlm.schedules import Schedule, Steps, rate_at
 from fastmlm.seeding import Keys, distinct
-from fastmlm.spec import MaskingSpec, integer
+from fastmlm.spec import MaskingSpec, integer, probability
 from fastmlm.strategies import words
 
 _CPU = torch.device("cpu")
 # The attention mask and row_key_column of the batch being collated, for overrides of ours that do not know of them.
 _running: ContextVar[tuple[Tensor, Any] | None] = ContextVar("fastmlm_batch", default=None)
-_MANY_SPECIALS = 0.05  # share of the vocabulary from which random words are too often special tokens
 
 
 @dataclass
@@ -46,7 +46,8 @@ class DataCollatorForMaskedLM(HuggingFaceRandom):
         tokenizer: a transformers tokenizer.
         mlm: False: labels are the inputs, padding ignored.
         whole_word_mask: select all tokens of a word or none.
-        mlm_probability: share of the tokens to select.
+        mlm_probability: share of the tokens to select; or a schedule: `fastmlm.schedules.Linear`, ``Cosine``,
+            ``Stages`` or any function of the optimizer step, from 0 on, which is told as the epoch is (`set_step`).
         mask_replace_prob: share of the selected tokens that become the mask token.
         random_replace_prob: share that become a random token; the rest stay.
         pad_to_multiple_of: round padded lengths up to a multiple of this.
@@ -91,6 +92,7 @@ class DataCollatorForMaskedLM(HuggingFaceRandom):
     Source: Devlin et al., "BERT" (2019), section 3.1; Liu et al., "RoBERTa" (2019), section 4.1 (dynamic masking).
     """
 
+    mlm_probability: float | Schedule = 0.15
     rng: Literal["philox", "torch"] = field(default="philox", kw_only=True)
     random_words: str | Sequence[int] = field(default="all", kw_only=True)
     exclude_original: bool = field(default=False, kw_only=True)
@@ -104,68 +106,32 @@ class DataCollatorForMaskedLM(HuggingFaceRandom):
     mask_on_device: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.rng not in ("philox", "torch"):
-            raise ValueError(f"rng: expected 'philox' or 'torch', got {self.rng!r}")
-        if isinstance(self.random_words, str) and self.random_words not in ("all", "non_special"):
-            raise ValueError(f"random_words: expected 'all', 'non_special' or ids, got {self.random_words!r}")
-        start = self.position_ids_start
-        if not isinstance(start, int) or start < 0 or (start and not self.packing):
-            raise ValueError(f"position_ids_start: expected an int from 0 on, only 0 without packing, got {start!r}")
-        self._check_arguments()
-        self._keys = Keys()
+        check_arguments(self)
+        self._keys, self._steps = Keys(), Steps()
         self._spec: tuple[object, MaskingSpec] | None = None
         self._word_marks: Tensor | None = None
         if self.rng == "torch" or not self.mlm:
             super().__post_init__()
             return
         self.generator: Any = None
-        if self.mlm_probability is None:
-            raise ValueError("mlm_probability: expected a number between 0 and 1, got None")
-        spec = self.spec
-        all_random = isinstance(self.random_words, str) and self.random_words == "all"
-        share = len(spec.special_token_ids) / spec.vocab_size
-        if all_random and spec.random_replace_prob > 0 and share > _MANY_SPECIALS:
-            warnings.warn(
-                f"{share:.0%} of the vocabulary are special tokens, and random words are drawn from all of it, as in "
-                "the BERT paper; random_words='non_special' draws from the others",
-                stacklevel=3,
-            )
+        if self._has_default_random_words and self.spec.random_replace_prob > 0:
+            warn_of_many_specials(self.spec)
+
+    @property
+    def _has_default_random_words(self) -> bool:
+        return isinstance(self.random_words, str) and self.random_words == "all"
 
     def _checked_seed(self) -> int | None:
         return None if self.seed is None else integer("seed", self.seed, -(1 << 63), 1 << 64)
 
-    def _check_arguments(self) -> None:
-        self._checked_seed()
-        if not callable(getattr(self.tokenizer, "get_vocab", None)):
-            raise TypeError(f"tokenizer: expected one of transformers, got {type(self.tokenizer).__name__}")
-        if self.pad_to_multiple_of is not None:
-            integer("pad_to_multiple_of", self.pad_to_multiple_of, 1, 1 << 31)
-        if self.static and self.static_copies is not None:
-            raise ValueError(f"static_copies: expected None with static=True, got {self.static_copies!r}")
-        if self.static_copies is not None:
-            integer("static_copies", self.static_copies, 1, 1 << 63)
-        if self._copies is not None and (self.seed is None or self.rng == "torch"):
-            name = "static" if self.static else "static_copies"
-            raise ValueError(f"{name}: expected a seed and rng='philox' with it, got {self.seed!r} and {self.rng!r}")
-        if self.row_key_column is not None and (not isinstance(self.row_key_column, str) or self.rng == "torch"):
-            raise ValueError(
-                f"row_key_column: expected a column's name, and only with rng='philox', got {self.row_key_column!r}"
-            )
-        if self.mask_on_device and (self.rng == "torch" or not self.mlm or self.return_tensors != "pt"):
-            raise ValueError(
-                "mask_on_device: expected False with rng='torch', mlm=False or return_tensors='np', got True"
-            )
-        if self.rng == "torch":  # Hugging Face's masks have no room for these
-            for name, default in (("random_words", "all"), ("exclude_original", False), ("impl", None)):
-                value = getattr(self, name)
-                if type(value) is not type(default) or value != default:
-                    raise ValueError(f"{name}: expected {default!r} with rng='torch', got {value!r}")
-
     @property
     def spec(self) -> MaskingSpec:
-        """The settings as ``mask_tokens`` takes them; follows attributes and tokens changed after construction."""
+        """The settings as ``mask_tokens`` takes them; follows attributes and tokens changed after construction.
+
+        With a schedule, its probability is that of the first step.
+        """
         settings = (
-            self.mlm_probability, self.mask_replace_prob, self.random_replace_prob, self.exclude_original,
+            self._rate(0), self.mask_replace_prob, self.random_replace_prob, self.exclude_original,
             self.random_words, self.special_token_ids, len(self.tokenizer), *self.tokenizer.all_special_ids,
         )  # fmt: skip
         if self._spec is None or self._spec[0] != settings:
@@ -174,7 +140,7 @@ class DataCollatorForMaskedLM(HuggingFaceRandom):
 
     def _make_spec(self) -> MaskingSpec:
         overrides: dict[str, Any] = {
-            "mlm_probability": self.mlm_probability,
+            "mlm_probability": self._rate(0),
             "mask_replace_prob": self.mask_replace_prob,
             "random_replace_prob": self.random_replace_prob,
             "exclude_original": self.exclude_original,
@@ -198,13 +164,31 @@ class DataCollatorForMaskedLM(HuggingFaceRandom):
         """Tell the epoch, before the loader is iterated; reaches workers, also persistent ones."""
         self._keys.set_epoch(integer("epoch", epoch, 0, 1 << 64))
 
-    def for_evaluation(self) -> "DataCollatorForMaskedLM":
+    def set_step(self, step: int, batches_per_step: int = 1) -> None:
+        """Tell a schedule, before the loader is iterated, the optimizer step of the pass's first batch.
+
+        Batches are numbered from there, also in workers, ``batches_per_step`` of them a step (those that gradients are
+        accumulated over). Their numbers are right for a data set with a length; one without, shared among workers that
+        run out of rows at different times, has the last batches of a pass in another order.
+        """
+        self._steps.tell(integer("step", step, 0, 1 << 62), integer("batches_per_step", batches_per_step, 1, 1 << 62))
+
+    def probability_at(self, step: int) -> float:
+        """The mask probability of an optimizer step, counted from 0."""
+        return self._rate(step)
+
+    def for_evaluation(self, mlm_probability: float | None = None) -> "DataCollatorForMaskedLM":
         """A copy for evaluation: a row's masks are the same each time, in every run and on any number of processes.
 
         They are drawn with the seed, or 0 where there is none, and are those of no epoch of training.
+
+        Args:
+            mlm_probability: None: as in training, or 0.15 where that is a schedule.
         """
         other = copy.copy(self)
         other._keys = Keys(for_evaluation=True)
+        if mlm_probability is not None or callable(self.mlm_probability):
+            other.mlm_probability = 0.15 if mlm_probability is None else probability("mlm_probability", mlm_probability)
         return other
 
     def callback(self) -> TrainerCallback:
@@ -263,6 +247,7 @@ class DataCollatorForMaskedLM(HuggingFaceRandom):
             attention_mask=attention_mask,
             special_tokens_mask=special_tokens_mask,
             units=units,
+            mlm_probability=self._rate(self._steps.next()) if callable(self.mlm_probability) else None,
             impl=self.impl,
             out=(inputs, torch.empty_like(inputs)) if in_place else None,
         )
@@ -303,6 +288,10 @@ class DataCollatorForMaskedLM(HuggingFaceRandom):
         keys = row_keys(inputs, attention_mask, self._host_impl)
         return keys if self.row_key_column is None else distinct(keys, self.row_key_column, row_ids)
 
+    def _rate(self, step: int) -> float:
+        rate = self.mlm_probability
+        return rate_at(rate, step) if callable(rate) else rate
+
     @property
     def _copies(self) -> int | None:
         return 1 if self.static else self.static_copies
@@ -325,7 +314,8 @@ class DataCollatorForMaskedLM(HuggingFaceRandom):
             units = self._units(ids, special, offsets, attention, word_ids)
         key, by_content = self._keys.next(self._checked_seed(), self._copies)
         rows = self._row_keys(ids, attention, row_ids) if by_content else None
-        batch = on_device.ship(columns, examples, attention, key, rows, units, self)
+        rate = self._rate(self._steps.next()) if callable(self.mlm_probability) else None
+        batch = on_device.ship(columns, examples, attention, key, rows, units, rate, self)
         return BatchEncoding(batch) if isinstance(examples[0], Mapping) else batch
 
     def _collate(

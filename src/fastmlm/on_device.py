@@ -20,7 +20,7 @@ from fastmlm.spec import MaskingSpec, check_ids
 
 # Columns of a shipped batch, of names that no data set has. The keys come one row each, (B, 2): the key of the batch,
 # and that of the row. So what divides a batch among processes divides them with it.
-_KEYS, _LENGTHS, _UNITS = SHIPPED_KEYS, "fastmlm_lengths", "fastmlm_units"
+_KEYS, _LENGTHS, _UNITS, _RATES = SHIPPED_KEYS, "fastmlm_lengths", "fastmlm_units", "fastmlm_rates"
 _SPECIAL, _BOUNDS = "special_tokens_mask", "cu_seq_lens_q"
 _NARROW = ("token_type_ids", _SPECIAL)  # small numbers, shipped as bytes
 # Σ size² / Σ size of words is 1.2 for English under BERT's tokenizer; rare words and other scripts have larger ones.
@@ -31,7 +31,7 @@ class Collator(Protocol):
     """What is asked of a `fastmlm.DataCollatorForMaskedLM`."""
 
     tokenizer: Any
-    mlm_probability: float
+    mlm_probability: Any
     whole_word_mask: bool
     mask_on_device: bool
     packing: bool
@@ -53,6 +53,7 @@ def ship(
     key: int,
     row_keys: Tensor | None,
     units: Tensor | None,
+    rate: float | None,
     collator: Collator,
 ) -> dict[str, Any]:
     """A padded batch in the columns that go to the device; packed, if the collator packs.
@@ -64,6 +65,7 @@ def ship(
         key: of the batch.
         row_keys: (B,) int64; None: the row's index.
         units: (B, S), or None.
+        rate: the mask probability of this batch, or None where all have the collator's.
         collator: whose masks these will be.
 
     Returns:
@@ -77,13 +79,15 @@ def ship(
     if ids.numel():
         lowest, highest = ids.aminmax()
         check_ids(int(lowest), int(highest), vocab_size)
-    if taken := {_KEYS, _LENGTHS, _UNITS} & columns.keys():
+    if taken := {_KEYS, _LENGTHS, _UNITS, _RATES} & columns.keys():
         raise ValueError(f"features: expected other names of columns with mask_on_device=True, got {sorted(taken)}")
     batch = dict(columns)
     batch["input_ids"] = ids.to(torch.uint8 if vocab_size <= 256 else torch.int32)
     batch |= {name: _as_bytes(batch[name]) for name in _NARROW if name in batch}
     if units is not None:
         batch[_UNITS] = units.to(torch.int32)
+    if rate is not None:
+        batch[_RATES] = torch.full((len(ids),), rate, dtype=torch.float64, device="cpu")
     rows = torch.arange(len(ids), device="cpu") if row_keys is None else row_keys
     keys = torch.stack([torch.full_like(rows, as_int64(key)), rows], 1)
     if collator.packing:
@@ -157,11 +161,12 @@ def mask_batch(batch: Mapping[str, Any], collator: Collator) -> Any:
     """
     columns: dict[str, Any] = dict(batch)
     keys = columns.pop(_KEYS)
-    units, special = columns.pop(_UNITS, None), columns.pop(_SPECIAL, None)
+    units, special, rates = columns.pop(_UNITS, None), columns.pop(_SPECIAL, None), columns.pop(_RATES, None)
     ids = columns["input_ids"].to(torch.int64)  # from a narrower type, so that these are its own
     row_keys, bounds = keys[:, 1], columns[_BOUNDS] if collator.packing else None
     if bounds is not None:
         row_keys, attention_mask = _packed_rows(bounds, row_keys, ids)
+        rates = None if rates is None else F.pad(rates, (0, len(bounds) - 1 - len(rates)))
         columns["cu_seq_lens_k"] = bounds.clone()
         if "position_ids" not in columns:
             columns["position_ids"] = _positions(bounds.to(torch.int64), ids) + collator.position_ids_start
@@ -183,6 +188,7 @@ def mask_batch(batch: Mapping[str, Any], collator: Collator) -> Any:
         special_tokens_mask=special,
         units=units,
         cu_seqlens=bounds,
+        mlm_probability=rates,
         impl=collator.impl,
         out=(ids, torch.empty_like(ids)),
     )
@@ -205,8 +211,16 @@ def _positions(bounds: Tensor, ids: Tensor) -> Tensor:
 
 
 def capacity_of(collator: Collator, tokens: int) -> int:
-    """`fastmlm.row_capacity` by the law of a collator's masks."""
-    return row_capacity(tokens, collator.mlm_probability, unit_size=_WORD_SIZE if collator.whole_word_mask else 1.0)
+    """`fastmlm.row_capacity` by the law of a collator's masks; of a schedule's, at its highest probability."""
+    rate = collator.mlm_probability
+    if callable(rate):
+        rate = getattr(rate, "highest", None)
+        if rate is None:
+            raise ValueError(
+                "row_capacity (rows of mask_batches): expected how many, since mlm_probability is a function whose "
+                f"highest value is not known, got none with {collator.mlm_probability!r}"
+            )
+    return row_capacity(tokens, rate, unit_size=_WORD_SIZE if collator.whole_word_mask else 1.0)
 
 
 def with_rows(batch: Any, collator: Collator, capacity: int | None, overflow: Overflow) -> Any:

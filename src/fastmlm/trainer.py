@@ -14,6 +14,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from fastmlm import on_device
 from fastmlm.collator import DataCollatorForMaskedLM
+from fastmlm.epochs import logged_probability
 from fastmlm.head import is_sparse, loss_only, sparsify
 from fastmlm.metrics import MaskedAccuracy
 from fastmlm.selection import Overflow
@@ -108,7 +109,8 @@ class MaskedLMTrainer(Trainer):
 
     The log has ``masked_accuracy`` beside ``loss``, of the selected tokens since the last entry, and evaluations have
     ``eval_masked_accuracy``, of all processes together; both are counted along with the loss (`MaskedAccuracy`). Rows
-    that several processes repeat to have batches of one size count as often as they are evaluated.
+    that several processes repeat to have batches of one size count as often as they are evaluated. Where the mask
+    probability is a schedule, the log has ``mlm_probability`` of the last step.
 
     Args:
         accuracy_top_k: for which k, one or several, to log how often the target is among the k likeliest ids (k = 5:
@@ -199,7 +201,7 @@ class MaskedLMTrainer(Trainer):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if self._may_log_training and "loss" in logs:
             self._may_log_training = False
-            logs = logs | self._of_all_processes(self._accuracy)
+            logs = logs | self._of_all_processes(self._accuracy) | logged_probability(self.data_collator, self.state)
             self._accuracy.reset()
         super().log(logs, *args, **kwargs)
 
