@@ -131,7 +131,7 @@ class DataCollatorForMaskedLM(HuggingFaceRandom):
         With a schedule, its probability is that of the first step.
         """
         settings = (
-            self._rate(0), self.mask_replace_prob, self.random_replace_prob, self.exclude_original,
+            self.mlm_probability, self.mask_replace_prob, self.random_replace_prob, self.exclude_original,
             self.random_words, self.special_token_ids, len(self.tokenizer), *self.tokenizer.all_special_ids,
         )  # fmt: skip
         if self._spec is None or self._spec[0] != settings:
