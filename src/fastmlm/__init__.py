@@ -18,6 +18,7 @@ from fastmlm.selection import (
     row_capacity as row_capacity,
     select_rows as select_rows,
 )
+from fastmlm.selection_spec import Selection as Selection
 from fastmlm.spec import MaskingSpec as MaskingSpec
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ __all__ = [
     "MaskingSpec",
     "Overflow",
     "SelectedRows",
+    "Selection",
     "advance_seed",
     "available_impls",
     "densify",

@@ -19,11 +19,15 @@ _library = torch.library.Library("fastmlm", "DEF")
 # row_keys (rows,) int64; attention_mask, special_tokens_mask (B, S), any integer dtype or bool;
 # units (B, S) integers; thresholds int64, (rows, 1) or (B, S), in place of the one threshold;
 # flags (V,) uint8 and random_ids (K,) int64 as MaskingSpec.tables gives them; impl "" is the fastest.
+# Of a Selection: words: the bits of flags that mark them are meant; span_limits (L - 1,) int64, T(P(a span has at most
+# l units)), or None: no spans; id_thresholds (V,) int64, T of the rates by id; per_unit: one action for a unit; exact,
+# at_least and at_most, which is 2^31 - 1 where there is none.
 _MASK_TOKENS = (
     "Tensor input_ids, SymInt seed, Tensor? device_seed, Tensor? row_keys, Tensor? attention_mask, "
     "Tensor? special_tokens_mask, Tensor? units, Tensor? cu_seqlens, Tensor? thresholds, Tensor flags, "
     "Tensor? random_ids, int threshold, int mask_token_id, int mask_threshold, int random_threshold, "
-    "int ignore_index, bool exclude_original, str impl"
+    "int ignore_index, bool exclude_original, bool words, Tensor? span_limits, Tensor? id_thresholds, bool per_unit, "
+    "bool exact, int at_least, int at_most, str impl"
 )
 _library.define(f"mask_tokens({_MASK_TOKENS}) -> (Tensor, Tensor)")
 # output_ids and labels like input_ids; output_ids may be input_ids.

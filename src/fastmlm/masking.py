@@ -9,8 +9,10 @@ from torch import Tensor
 from fastmlm import _ops, philox, spec as _spec
 from fastmlm.dispatch import check_name, kernel, resolve
 from fastmlm.philox import as_int64, first_real
+from fastmlm.selection_spec import NO_MOST, Selection
 from fastmlm.spec import MaskingSpec
 
+_PLAIN = (False, None, None, False, False, 0, NO_MOST)  # the op's arguments of a selection, where there is none
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -32,6 +34,7 @@ def mask_tokens(
     units: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     mlm_probability: float | Tensor | None = None,
+    selection: Selection | None = None,
     impl: str | None = None,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> MaskedTokens:
@@ -56,6 +59,8 @@ def mask_tokens(
         cu_seqlens: (rows + 1,) int32 or int64, where each packed row starts, from 0 to N.
         mlm_probability: in place of the spec's: one number, one a row (rows, 1) or (rows,), or one a token, like
             input_ids.
+        selection: words, spans, rates by id and how many tokens of a row (:class:`fastmlm.Selection`). None: each token
+            by itself, at its rate.
         impl: ``"reference"``, ``"cpp"`` or ``"triton"``; None: the native kernel on the CPU, Triton for CUDA tensors
             where it is installed, else the reference. All give the same bits.
         out: where to write the result: two contiguous tensors like it, which later calls can use again. The first may
@@ -81,6 +86,7 @@ def mask_tokens(
     special_tokens_mask = _check_like("special_tokens_mask", special_tokens_mask, input_ids)
     units = _check_like("units", units, input_ids, _INTEGERS)
     limit, limits = _check_probability(mlm_probability, spec, input_ids, rows)
+    _check_selection(selection, spec, units, limits, rows)
     check_name(impl)
     if _readable(ids):
         _check_values(ids, spec, attention_mask, units, cu_seqlens, impl)
@@ -90,6 +96,9 @@ def mask_tokens(
     if ids.numel() == 0:
         return MaskedTokens(*(out or (ids.reshape(input_ids.shape).clone(), ids.reshape(input_ids.shape).clone())))
     flags, random_ids = spec.tables(ids.device)
+    how: tuple[object, ...] = _PLAIN
+    if selection is not None:
+        flags, how = _selection_arguments(selection, spec, ids.device)
     arguments = (
         ids,
         seed_int,
@@ -108,6 +117,7 @@ def mask_tokens(
         spec.random_threshold,
         spec.ignore_index,
         spec.exclude_original,
+        *how,
         impl or "",
     )
     if out is not None:
@@ -249,6 +259,36 @@ def _check_probability(
         )
     limits = _spec.thresholds(p).reshape(shape)
     return 0, (limits.expand(rows, 1) if p.dim() == 0 else limits).contiguous()
+
+
+def _check_selection(
+    selection: Selection | None, spec: MaskingSpec, units: Tensor | None, limits: Tensor | None, rows: int
+) -> None:
+    """That a selection fits the spec, and the other arguments beside it."""
+    if selection is None:
+        return
+    if not isinstance(selection, Selection):
+        raise TypeError(f"selection: expected a Selection, got {_describe(selection)}")
+    selection.check(spec)
+    if selection.word_marks is not None and units is not None:
+        raise ValueError("units: expected None with a selection of word_marks, which make units, got a tensor")
+    if selection.rates_by_id is not None and limits is not None:
+        raise ValueError("mlm_probability: expected no tensor with a selection of rates_by_id, which take its place")
+    if selection.counts and limits is not None and limits.shape != (rows, 1):
+        raise ValueError(
+            "mlm_probability: expected one number or one a row with a selection of exact, at_least or at_most, "
+            "got one a token"
+        )
+
+
+def _selection_arguments(
+    selection: Selection, spec: MaskingSpec, device: torch.device
+) -> tuple[Tensor, tuple[object, ...]]:
+    """The table by id, and the op's arguments from ``words`` to ``at_most``."""
+    _, flags, span_limits, id_thresholds = selection.tables(spec, device)
+    words, most = selection.word_marks is not None, NO_MOST if selection.at_most is None else selection.at_most
+    counts = (selection.exact, selection.at_least, most)
+    return flags, (words, span_limits, id_thresholds, selection.replace_per_unit, *counts)
 
 
 def _check_out(

@@ -14,7 +14,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SPECIAL, RANDOM = 1, 2  # bits of the table by id
+SPECIAL, RANDOM, STARTS_WORD, ENDS_WORD = 1, 2, 4, 8  # bits of the table by id
 
 _TWO32 = 1 << 32
 
