@@ -15,18 +15,21 @@ RANK = {
     "cli": 7, "trainer": 7, "testing": 7,
     "": 6,  # fastmlm itself re-exports
     "collator": 5, "head": 5, "feeding": 5,
-    "padding": 4, "packing": 4, "seeding": 4, "epochs": 4, "hf_random": 4, "collator_check": 4,  # of the collator
-    "on_device": 4, "head_check": 4, "head_call": 4, "masked_lm_head": 4,  # and the head
+    "padding": 4, "packing": 4, "seeding": 4, "epochs": 4, "hf_random": 4, "collator_check": 4, "planning": 4,  # of the
+    "on_device": 4, "head_check": 4, "head_call": 4, "masked_lm_head": 4,  # collator and the head
     "masking": 3, "loss": 3, "metrics": 3, "strategies": 3,
     "dispatch": 2, "_ops": 2, "reference": 2,
     "selection_spec": 1, "rows": 1, "units": 1,  # what the reference shares with what runs before a kernel
     "spec": 0, "philox": 0, "chunked": 0, "selection": 0, "schedules": 1,
+    "kernels": 2,
 }  # fmt: skip
 # Within a rank: the op finds its kernel through dispatch, and metrics are counted by the loss.
 ALSO = {
     ("_ops", "dispatch"),
     ("metrics", "loss"),
     ("on_device", "packing"),
+    ("on_device", "planning"),
+    ("planning", "seeding"),
     ("units", "rows"),
     ("units", "selection_spec"),
 }

@@ -120,3 +120,30 @@ def row_keys(input_ids: Tensor, attention_mask: Tensor | None, weights: Tensor) 
         keys.data_ptr(),
     )
     return keys
+
+
+def row_draws(key: int, row_keys: Tensor, stream: int) -> Tensor:
+    """``draw_stream(0)`` of each row, (B,) int64, by contiguous row keys."""
+    draws = torch.empty_like(row_keys)
+    _native.row_draws(key, row_keys.data_ptr(), len(row_keys), stream, draws.data_ptr())
+    return draws
+
+
+def count_selectable(
+    input_ids: Tensor, flags: Tensor, attention_mask: Tensor | None, special_tokens_mask: Tensor | None
+) -> Tensor:
+    """How many tokens of each row may be selected, (B,) int64; (B, S) int64 or int32 ids, all contiguous."""
+    counts = input_ids.new_empty(len(input_ids), dtype=torch.int64)
+    _native.count_selectable(
+        input_ids.data_ptr(),
+        input_ids.element_size(),
+        flags.data_ptr(),
+        flags.numel(),
+        _address(attention_mask),
+        1 if attention_mask is None else attention_mask.element_size(),
+        _address(special_tokens_mask),
+        1 if special_tokens_mask is None else special_tokens_mask.element_size(),
+        *input_ids.shape,
+        counts.data_ptr(),
+    )
+    return counts

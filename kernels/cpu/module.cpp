@@ -13,6 +13,7 @@
 #include <sys/mman.h>
 #endif
 
+#include "batch.h"
 #include "linear_cross_entropy.h"
 #include "lists.h"
 #include "masking.h"
@@ -145,6 +146,36 @@ PyObject* units_fit(PyObject*, PyObject* args) {
   fit = fastmlm::units_fit(pointer<int64_t>(units), attention_mask, rows, length);
   Py_END_ALLOW_THREADS;
   return PyBool_FromLong(fit);
+}
+
+PyObject* row_draws(PyObject*, PyObject* args) {
+  unsigned long long key, row_keys, draws;
+  long long rows, stream;
+  if (!PyArg_ParseTuple(args, "KKLLK:row_draws", &key, &row_keys, &rows, &stream, &draws)) return nullptr;
+  for (int64_t r = 0; r < rows; ++r)
+    writable<int64_t>(draws)[r] = first_draw(key, pointer<uint64_t>(row_keys)[r], static_cast<uint32_t>(stream));
+  Py_RETURN_NONE;
+}
+
+PyObject* count_selectable(PyObject*, PyObject* args) {
+  unsigned long long ids, flags, attention, special, counts;
+  long long vocab_size, rows, length;
+  int id_size, attention_size, special_size;
+  if (!PyArg_ParseTuple(args, "KiKLKiKiLLK:count_selectable", &ids, &id_size, &flags, &vocab_size, &attention,
+                        &attention_size, &special, &special_size, &rows, &length, &counts))
+    return nullptr;
+  const auto run = [&](auto* typed) {
+    fastmlm::count_selectable(typed, pointer<uint8_t>(flags), static_cast<uint64_t>(vocab_size),
+                              {pointer<uint8_t>(attention), attention_size}, {pointer<uint8_t>(special), special_size},
+                              rows, length, writable<int64_t>(counts));
+  };
+  Py_BEGIN_ALLOW_THREADS;
+  if (id_size == 8)
+    run(pointer<int64_t>(ids));
+  else
+    run(pointer<int32_t>(ids));
+  Py_END_ALLOW_THREADS;
+  Py_RETURN_NONE;
 }
 
 // Runs what touches no Python object, and may want memory, while other threads of Python go on.
@@ -282,6 +313,8 @@ PyMethodDef methods[] = {
     {"row_keys", row_keys, METH_VARARGS, "The row keys of the draw law, by content."},
     {"word_units", word_units, METH_VARARGS, "The first token of each token's word; kernels/cpu/words.h has the rule."},
     {"units_fit", units_fit, METH_VARARGS, "Whether no unit starts after its own tokens."},
+    {"row_draws", row_draws, METH_VARARGS, "One draw of each row."},
+    {"count_selectable", count_selectable, METH_VARARGS, "How many tokens of each row may be selected."},
     {"cross_entropy", cross_entropy, METH_VARARGS, "Losses of rows of logits, which become their gradients."},
     {"add_to_sums", add_to_sums, METH_VARARGS, "Add bfloat16 numbers to sums of 24 bits."},
     {"round_sums", round_sums, METH_VARARGS, "Round sums of 24 bits to bfloat16, where their high parts are."},

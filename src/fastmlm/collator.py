@@ -6,7 +6,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache
 from inspect import signature
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -18,21 +18,32 @@ from fastmlm.collator_check import check_arguments, warn_of_many_specials
 from fastmlm.dispatch import resolve
 from fastmlm.epochs import TellEpoch
 from fastmlm.hf_random import HuggingFaceRandom
-from fastmlm.masking import mask_tokens, row_keys
+from fastmlm.masking import mask_tokens
 from fastmlm.padding import pad_rows
 from fastmlm.philox import real_tokens
-from fastmlm.schedules import Schedule, Steps, rate_at
-from fastmlm.seeding import Keys, distinct
-from fastmlm.spec import MaskingSpec, integer, probability
-from fastmlm.strategies import words
+from fastmlm.planning import Planner
+from fastmlm.schedules import Schedule
+from fastmlm.seeding import Keys
+from fastmlm.spec import integer, probability
+from fastmlm.strategies import Strategy
 
 _CPU = torch.device("cpu")
-# The attention mask and row_key_column of the batch being collated, for overrides of ours that do not know of them.
-_running: ContextVar[tuple[Tensor, Any] | None] = ContextVar("fastmlm_batch", default=None)
+_SPECIAL = "special_tokens_mask"
+
+
+class _Running(NamedTuple):
+    """The batch being collated, for overrides of our methods that do not know of all its columns."""
+
+    attention_mask: Any
+    columns: Mapping[str, Any]  # which the masks depend on
+    added: dict[str, Tensor]  # by strategies
+
+
+_running: ContextVar[_Running | None] = ContextVar("fastmlm_batch", default=None)
 
 
 @dataclass
-class DataCollatorForMaskedLM(HuggingFaceRandom):
+class DataCollatorForMaskedLM(Planner, HuggingFaceRandom):
     """``transformers.DataCollatorForLanguageModeling(tokenizer, ...)``: same arguments, order and outputs, 15/80/10/10.
 
     Takes rows as dicts (lists, arrays or tensors of any integer type) or bare ids, pads them, and adds ``labels``:
@@ -45,7 +56,7 @@ class DataCollatorForMaskedLM(HuggingFaceRandom):
     Args:
         tokenizer: a transformers tokenizer.
         mlm: False: labels are the inputs, padding ignored.
-        whole_word_mask: select all tokens of a word or none.
+        whole_word_mask: select all tokens of a word or none; short for ``strategy=WholeWords()``.
         mlm_probability: share of the tokens to select; or a schedule: `fastmlm.schedules.Linear`, ``Cosine``,
             ``Stages`` or any function of the optimizer step, from 0 on, which is told as the epoch is (`set_step`).
         mask_replace_prob: share of the selected tokens that become the mask token.
@@ -77,6 +88,8 @@ class DataCollatorForMaskedLM(HuggingFaceRandom):
         row_key_column: a column of integers or strings, one a row, that tells equal rows apart: then each has masks of
             its own. Models do not get to see it. (`MaskedLMTrainer` keeps it from being removed before; for other
             Trainers, ``remove_unused_columns=False``.)
+        strategy: what is selected together, how many, at which rates: one of `fastmlm.strategies` or several, each of
+            which says something else. None: each token by itself.
         mask_on_device: leave the masks to the device. Batches then hold ids in 4 bytes or 1, the rows' lengths and
             keys, and are masked by `fastmlm.mask_batches` or `fastmlm.trainer.MaskOnDevice`, which give what comes
             without it, bit for bit. (Attention masks of packed rows may then have no zero between first and last one.)
@@ -104,16 +117,16 @@ class DataCollatorForMaskedLM(HuggingFaceRandom):
     static_copies: int | None = field(default=None, kw_only=True)
     row_key_column: str | None = field(default=None, kw_only=True)
     mask_on_device: bool = field(default=False, kw_only=True)
+    strategy: Strategy | Sequence[Strategy] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         check_arguments(self)
-        self._keys, self._steps = Keys(), Steps()
-        self._spec: tuple[object, MaskingSpec] | None = None
-        self._word_marks: Tensor | None = None
+        self._start_planning()
         if self.rng == "torch" or not self.mlm:
             super().__post_init__()
             return
         self.generator: Any = None
+        self.selection()  # whose strategies may contradict one another
         if self._has_default_random_words and self.spec.random_replace_prob > 0:
             warn_of_many_specials(self.spec)
 
@@ -121,44 +134,16 @@ class DataCollatorForMaskedLM(HuggingFaceRandom):
     def _has_default_random_words(self) -> bool:
         return isinstance(self.random_words, str) and self.random_words == "all"
 
-    def _checked_seed(self) -> int | None:
-        return None if self.seed is None else integer("seed", self.seed, -(1 << 63), 1 << 64)
-
     @property
-    def spec(self) -> MaskingSpec:
-        """The settings as ``mask_tokens`` takes them; follows attributes and tokens changed after construction.
-
-        With a schedule, its probability is that of the first step.
-        """
-        settings = (
-            self.mlm_probability, self.mask_replace_prob, self.random_replace_prob, self.exclude_original,
-            self.random_words, self.special_token_ids, len(self.tokenizer), *self.tokenizer.all_special_ids,
-        )  # fmt: skip
-        if self._spec is None or self._spec[0] != settings:
-            self._spec = settings, self._make_spec()
-        return self._spec[1]
-
-    def _make_spec(self) -> MaskingSpec:
-        overrides: dict[str, Any] = {
-            "mlm_probability": self._rate(0),
-            "mask_replace_prob": self.mask_replace_prob,
-            "random_replace_prob": self.random_replace_prob,
-            "exclude_original": self.exclude_original,
-        }
-        if self.special_token_ids is not None:
-            overrides["special_token_ids"] = self.special_token_ids
-        if not isinstance(self.random_words, str):
-            overrides["random_token_ids"] = self.random_words
-        elif self.random_words == "non_special":
-            special = set(self.special_token_ids or ()) | set(self.tokenizer.all_special_ids)
-            overrides["random_token_ids"] = sorted(set(self.tokenizer.get_vocab().values()) - special)
-        return MaskingSpec.from_tokenizer(self.tokenizer, **overrides)
+    def _reads_words(self) -> bool:
+        return self.whole_word_mask or self.strategies.whole_words
 
     @property
     def columns(self) -> tuple[str, ...]:
         """Columns that are read where rows have them, beside those that models take."""
         named = () if self.row_key_column is None else (self.row_key_column,)
-        return (*named, "special_tokens_mask", *(("offset_mapping", "word_ids") if self.whole_word_mask else ()))
+        of_words = ("offset_mapping", "word_ids") if self._reads_words else ()
+        return (*named, *self.strategies.columns, _SPECIAL, *of_words)
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the epoch, before the loader is iterated; reaches workers, also persistent ones."""
@@ -172,10 +157,6 @@ class DataCollatorForMaskedLM(HuggingFaceRandom):
         run out of rows at different times, has the last batches of a pass in another order.
         """
         self._steps.tell(integer("step", step, 0, 1 << 62), integer("batches_per_step", batches_per_step, 1, 1 << 62))
-
-    def probability_at(self, step: int) -> float:
-        """The mask probability of an optimizer step, counted from 0."""
-        return self._rate(step)
 
     def for_evaluation(self, mlm_probability: float | None = None) -> "DataCollatorForMaskedLM":
         """A copy for evaluation: a row's masks are the same each time, in every run and on any number of processes.
@@ -226,30 +207,29 @@ class DataCollatorForMaskedLM(HuggingFaceRandom):
         offset_mapping: Tensor | None,
         attention_mask: Tensor | None,
         word_ids: Tensor | None,
-        in_place: bool = False,
-        row_ids: Any = None,
+        batch: _Running | None = None,
     ) -> tuple[Tensor, Tensor]:
+        """Mask in place where the batch is given."""
         if self.rng == "torch":
             return self._mask_by_generator(inputs, special_tokens_mask, offset_mapping)
-        running = _running.get()
-        if running is not None and running[0].shape == inputs.shape:
-            attention_mask = running[0] if attention_mask is None else attention_mask
-            row_ids = running[1]
-        key, by_content = self._keys.next(self._checked_seed(), self._copies)
-        units = None
-        if self.whole_word_mask:
-            units = self._units(inputs, special_tokens_mask, offset_mapping, attention_mask, word_ids)
+        running = batch or _running.get()
+        if running is None or running.attention_mask.shape != inputs.shape:
+            running = _Running(attention_mask, {}, {})
+        attention_mask = running.attention_mask if attention_mask is None else attention_mask
+        plan = self.plan(inputs, special_tokens_mask, offset_mapping, attention_mask, word_ids, running.columns)
+        running.added.update(plan.added)
         return mask_tokens(
             inputs,
             self.spec,
-            seed=key,
-            row_keys=self._row_keys(inputs, attention_mask, row_ids) if by_content else None,
+            seed=plan.key,
+            row_keys=plan.row_keys,
             attention_mask=attention_mask,
-            special_tokens_mask=special_tokens_mask,
-            units=units,
-            mlm_probability=self._rate(self._steps.next()) if callable(self.mlm_probability) else None,
+            special_tokens_mask=plan.special_tokens_mask,
+            units=plan.units,
+            mlm_probability=plan.rates,
+            selection=plan.selection,
             impl=self.impl,
-            out=(inputs, torch.empty_like(inputs)) if in_place else None,
+            out=None if batch is None else (inputs, torch.empty_like(inputs)),
         )
 
     def numpy_mask_tokens(
@@ -274,8 +254,8 @@ class DataCollatorForMaskedLM(HuggingFaceRandom):
 
     def _pad(self, examples: Sequence[Any]) -> tuple[dict[str, Any], Tensor]:
         """The rows as padded columns; and their attention mask, among the columns or not."""
-        skip = () if self.whole_word_mask else ("offset_mapping",)
-        native = resolve(self._host_impl, _CPU) == "cpp"
+        skip = () if self._reads_words else ("offset_mapping",)
+        native = resolve(None if self.mask_on_device else self.impl, _CPU) == "cpp"
         padded = pad_rows(examples, self.tokenizer, None if self.packing else self.pad_to_multiple_of, skip, native)
         attention = padded.get("attention_mask")
         if attention is None:
@@ -284,21 +264,10 @@ class DataCollatorForMaskedLM(HuggingFaceRandom):
             attention = real_tokens(lengths, padded["input_ids"].shape[1], left)
         return padded, attention
 
-    def _row_keys(self, inputs: Tensor, attention_mask: Tensor | None, row_ids: Any) -> Tensor:
-        keys = row_keys(inputs, attention_mask, self._host_impl)
-        return keys if self.row_key_column is None else distinct(keys, self.row_key_column, row_ids)
-
-    def _rate(self, step: int) -> float:
-        rate = self.mlm_probability
-        return rate_at(rate, step) if callable(rate) else rate
-
-    @property
-    def _copies(self) -> int | None:
-        return 1 if self.static else self.static_copies
-
-    @property
-    def _host_impl(self) -> str | None:
-        return None if self.mask_on_device else self.impl
+    def _take_out(self, columns: dict[str, Any]) -> dict[str, Any]:
+        """The columns that masks depend on and models do not know, out of all columns."""
+        names = (self.row_key_column, *self.strategies.columns)
+        return {name: columns.pop(name) for name in names if name is not None and name in columns}
 
     def _ship(self, examples: Sequence[Any]) -> Any:
         """Collate to what the device needs to mask the batch itself."""
@@ -306,16 +275,11 @@ class DataCollatorForMaskedLM(HuggingFaceRandom):
             raise TypeError(f"mask_on_device: expected False, since {type(self).__name__} has torch_mask_tokens itself")
         columns, attention = self._pad(examples)
         columns = {name: _for_models(x) if isinstance(x, Tensor) else x for name, x in columns.items()}
-        offsets, ids = columns.pop("offset_mapping", None), columns["input_ids"]
-        row_ids = None if self.row_key_column is None else columns.pop(self.row_key_column, None)
-        units = None
-        if self.whole_word_mask:
-            special, word_ids = columns.get("special_tokens_mask"), columns.pop("word_ids", None)
-            units = self._units(ids, special, offsets, attention, word_ids)
-        key, by_content = self._keys.next(self._checked_seed(), self._copies)
-        rows = self._row_keys(ids, attention, row_ids) if by_content else None
-        rate = self._rate(self._steps.next()) if callable(self.mlm_probability) else None
-        batch = on_device.ship(columns, examples, attention, key, rows, units, rate, self)
+        read = self._take_out(columns)
+        offsets, ids, special = columns.pop("offset_mapping", None), columns["input_ids"], columns.get(_SPECIAL)
+        word_ids = columns.pop("word_ids", None) if self._reads_words else None
+        plan = self.plan(ids, special, offsets, attention, word_ids, read)
+        batch = on_device.ship(columns, examples, attention, plan, self)
         return BatchEncoding(batch) if isinstance(examples[0], Mapping) else batch
 
     def _collate(
@@ -327,27 +291,27 @@ class DataCollatorForMaskedLM(HuggingFaceRandom):
     ) -> Any:
         padded, attention = self._pad(examples)
         batch = {name: convert(column) if isinstance(column, Tensor) else column for name, column in padded.items()}
-        special, offsets = batch.pop("special_tokens_mask", None), batch.pop("offset_mapping", None)
-        batch.pop(self.row_key_column or "", None)
-        row_ids = None if self.row_key_column is None else padded.get(self.row_key_column)
+        special, offsets = batch.pop(_SPECIAL, None), batch.pop("offset_mapping", None)
+        read = {name: padded[name] for name in self._take_out(batch)}
         if self.mlm:
-            word_ids = batch.pop("word_ids", None) if self.whole_word_mask else None
-            function = getattr(mask, "__func__", mask)
+            word_ids = batch.pop("word_ids", None) if self._reads_words else None
+            function, running = getattr(mask, "__func__", mask), _Running(attention, read, {})
             if function is DataCollatorForMaskedLM.torch_mask_tokens:
                 # The padded ids are nobody else's: they are masked where they are.
-                masked = self._mask(batch["input_ids"], special, offsets, attention, word_ids, True, row_ids)
+                masked = self._mask(batch["input_ids"], special, offsets, attention, word_ids, running)
             else:
                 extra = {"attention_mask": convert(attention)}
-                if self.whole_word_mask:
+                if self._reads_words:
                     extra["word_ids"] = word_ids
                 # A subclass may override with Hugging Face's arguments only, and call ours from there.
                 if not _takes_extra(function):
                     extra = {}
-                running = _running.set((attention, row_ids))
+                token = _running.set(running)
                 try:
                     masked = mask(batch["input_ids"], special_tokens_mask=special, offset_mapping=offsets, **extra)
                 finally:
-                    _running.reset(running)
+                    _running.reset(token)
+            batch |= {name: convert(column) for name, column in running.added.items()}
             batch["input_ids"], batch["labels"] = masked
         else:
             ids, pad = batch["input_ids"], self.tokenizer.pad_token_id
@@ -364,13 +328,6 @@ class DataCollatorForMaskedLM(HuggingFaceRandom):
             )
             batch = {name: convert(column) if isinstance(column, Tensor) else column for name, column in packed.items()}
         return BatchEncoding(batch) if isinstance(examples[0], Mapping) else batch
-
-    def _units(self, inputs: Tensor, *columns: Tensor | None) -> Tensor:
-        """Words from the best source there is, as ``mask_tokens`` takes them."""
-        if self._word_marks is None or len(self._word_marks) != self.spec.vocab_size:
-            self._word_marks = words.marks_by_id(self.tokenizer)
-        flags, _ = self.spec.tables(inputs.device)
-        return words.units_of_batch(inputs, self._word_marks, flags, *columns, impl=self._host_impl)
 
 
 def _for_models(column: Tensor) -> Tensor:

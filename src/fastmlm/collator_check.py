@@ -23,6 +23,8 @@ def check_arguments(collator: Any) -> None:
         _check_without_counter(collator)
     if collator.mask_on_device and (collator.rng == "torch" or not collator.mlm or collator.return_tensors != "pt"):
         raise ValueError("mask_on_device: expected False with rng='torch', mlm=False or return_tensors='np', got True")
+    if collator.strategy is not None and (collator.rng == "torch" or not collator.mlm):
+        raise ValueError(f"strategy: expected None with rng='torch' or mlm=False, got {collator.strategy!r}")
     if collator.mlm and collator.rng == "philox":
         if collator.mlm_probability is None:
             raise ValueError("mlm_probability: expected a number between 0 and 1, or a schedule, got None")

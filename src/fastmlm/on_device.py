@@ -15,8 +15,11 @@ from torch import Tensor
 from fastmlm.masking import mask_tokens
 from fastmlm.packing import flatten
 from fastmlm.philox import as_int64, first_real, real_tokens
+from fastmlm.planning import Plan
 from fastmlm.selection import SHIPPED_KEYS, Overflow, row_capacity, select_rows
+from fastmlm.selection_spec import Selection
 from fastmlm.spec import MaskingSpec, check_ids
+from fastmlm.strategies.base import Strategies
 
 # Columns of a shipped batch, of names that no data set has. The keys come one row each, (B, 2): the key of the batch,
 # and that of the row. So what divides a batch among processes divides them with it.
@@ -32,7 +35,6 @@ class Collator(Protocol):
 
     tokenizer: Any
     mlm_probability: Any
-    whole_word_mask: bool
     mask_on_device: bool
     packing: bool
     pad_to_multiple_of: int | None
@@ -42,6 +44,11 @@ class Collator(Protocol):
     @property
     def spec(self) -> MaskingSpec: ...
 
+    @property
+    def strategies(self) -> Strategies: ...
+
+    def selection(self, by_vocabulary: bool) -> Selection | None: ...
+
 
 # ---- On the host ----
 
@@ -50,10 +57,7 @@ def ship(
     columns: dict[str, Any],
     examples: Sequence[Any],
     attention_mask: Tensor,
-    key: int,
-    row_keys: Tensor | None,
-    units: Tensor | None,
-    rate: float | None,
+    plan: Plan,
     collator: Collator,
 ) -> dict[str, Any]:
     """A padded batch in the columns that go to the device; packed, if the collator packs.
@@ -62,10 +66,7 @@ def ship(
         columns: of `fastmlm.padding.pad_rows`.
         examples: the rows they were made of.
         attention_mask: (B, S), whether among the columns or not.
-        key: of the batch.
-        row_keys: (B,) int64; None: the row's index.
-        units: (B, S), or None.
-        rate: the mask probability of this batch, or None where all have the collator's.
+        plan: how to mask it.
         collator: whose masks these will be.
 
     Returns:
@@ -81,15 +82,19 @@ def ship(
         check_ids(int(lowest), int(highest), vocab_size)
     if taken := {_KEYS, _LENGTHS, _UNITS, _RATES} & columns.keys():
         raise ValueError(f"features: expected other names of columns with mask_on_device=True, got {sorted(taken)}")
-    batch = dict(columns)
+    batch = columns | plan.added
+    if plan.special_tokens_mask is not None:
+        batch[_SPECIAL] = plan.special_tokens_mask
     batch["input_ids"] = ids.to(torch.uint8 if vocab_size <= 256 else torch.int32)
     batch |= {name: _as_bytes(batch[name]) for name in _NARROW if name in batch}
-    if units is not None:
-        batch[_UNITS] = units.to(torch.int32)
-    if rate is not None:
-        batch[_RATES] = torch.full((len(ids),), rate, dtype=torch.float64, device="cpu")
-    rows = torch.arange(len(ids), device="cpu") if row_keys is None else row_keys
-    keys = torch.stack([torch.full_like(rows, as_int64(key)), rows], 1)
+    if plan.units is not None:
+        batch[_UNITS] = plan.units.to(torch.int32)
+    if plan.rates is not None:
+        batch[_RATES] = torch.as_tensor(plan.rates, dtype=torch.float64, device="cpu").expand(
+            plan.rates.shape if isinstance(plan.rates, Tensor) else len(ids)
+        )
+    rows = torch.arange(len(ids), device="cpu") if plan.row_keys is None else plan.row_keys
+    keys = torch.stack([torch.full_like(rows, as_int64(plan.key)), rows], 1)
     if collator.packing:
         return _pack(batch, examples, attention_mask, keys, collator)
     batch[_KEYS] = keys
@@ -166,7 +171,8 @@ def mask_batch(batch: Mapping[str, Any], collator: Collator) -> Any:
     row_keys, bounds = keys[:, 1], columns[_BOUNDS] if collator.packing else None
     if bounds is not None:
         row_keys, attention_mask = _packed_rows(bounds, row_keys, ids)
-        rates = None if rates is None else F.pad(rates, (0, len(bounds) - 1 - len(rates)))
+        if rates is not None and rates.dim() == 1:
+            rates = F.pad(rates, (0, len(bounds) - 1 - len(rates)))
         columns["cu_seq_lens_k"] = bounds.clone()
         if "position_ids" not in columns:
             columns["position_ids"] = _positions(bounds.to(torch.int64), ids) + collator.position_ids_start
@@ -189,6 +195,7 @@ def mask_batch(batch: Mapping[str, Any], collator: Collator) -> Any:
         units=units,
         cu_seqlens=bounds,
         mlm_probability=rates,
+        selection=collator.selection(units is None),
         impl=collator.impl,
         out=(ids, torch.empty_like(ids)),
     )
@@ -212,15 +219,16 @@ def _positions(bounds: Tensor, ids: Tensor) -> Tensor:
 
 def capacity_of(collator: Collator, tokens: int) -> int:
     """`fastmlm.row_capacity` by the law of a collator's masks; of a schedule's, at its highest probability."""
-    rate = collator.mlm_probability
+    rate, strategies = collator.mlm_probability, collator.strategies
     if callable(rate):
         rate = getattr(rate, "highest", None)
-        if rate is None:
-            raise ValueError(
-                "row_capacity (rows of mask_batches): expected how many, since mlm_probability is a function whose "
-                f"highest value is not known, got none with {collator.mlm_probability!r}"
-            )
-    return row_capacity(tokens, rate, unit_size=_WORD_SIZE if collator.whole_word_mask else 1.0)
+    rate = strategies.highest(rate)
+    if rate is None:
+        raise ValueError(
+            "row_capacity (rows of mask_batches): expected how many, since the highest mask probability is not known, "
+            f"got none with mlm_probability={collator.mlm_probability!r} and strategies {strategies.parts!r}"
+        )
+    return row_capacity(tokens, rate, unit_size=strategies.unit_size(_WORD_SIZE))
 
 
 def with_rows(batch: Any, collator: Collator, capacity: int | None, overflow: Overflow) -> Any:

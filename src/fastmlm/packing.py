@@ -14,7 +14,9 @@ from torch import Tensor
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_PER_TOKEN = ("input_ids", "labels", "token_type_ids", "special_tokens_mask", "fastmlm_units")  # never anything else
+# Columns that never hold anything else than one value a token, and those of ours that do where they have that shape.
+_PER_TOKEN = ("input_ids", "labels", "token_type_ids", "special_tokens_mask")
+_OURS = ("fastmlm_units", "fastmlm_rates", "loss_weights")
 
 
 def row_lengths(examples: Sequence[Any]) -> list[int]:
@@ -92,7 +94,7 @@ def _per_token(name: str, column: Any, shape: tuple[int, ...], examples: Sequenc
     """Whether a column holds one value a token; one of the padded width may still hold so many values a row."""
     if isinstance(column, list) or tuple(column.shape[:2]) != shape:
         return False
-    return name in _PER_TOKEN or [len(row[name]) for row in examples] == row_lengths(examples)
+    return name in (*_PER_TOKEN, *_OURS) or [len(row[name]) for row in examples] == row_lengths(examples)
 
 
 def _take_tokens(column: Any, index: Tensor, missing: int, fill: int) -> Tensor:

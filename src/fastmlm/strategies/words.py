@@ -4,14 +4,16 @@ Whole-word masking (the BERT authors' 2019 release note; Cui et al., "Pre-traini
 BERT", 2021) selects all tokens of a word or none. A unit is named by the position of its first token.
 """
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from fastmlm.dispatch import kernel, resolve
 from fastmlm.philox import first_real
-from fastmlm.spec import SPECIAL
+from fastmlm.spec import SPECIAL, MaskingSpec
+from fastmlm.strategies.base import Strategy, check_choice
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -21,6 +23,35 @@ STARTS, ENDS = 1, 2  # marks by id: the token starts a word; the token after it 
 _CONTINUATION = "##"  # WordPiece marks what continues a word
 _SPACES = ("Ġ", "▁")  # byte-level BPE and SentencePiece mark what comes after a space
 _BREAKS = frozenset("Ċĉč")  # byte-level BPE's line breaks and tabs, which part words as spaces do
+
+
+@dataclass(frozen=True)
+class WholeWords(Strategy):
+    """``selected = (torch.rand(words) < p)[word_of_token]``: all tokens of a word or none.
+
+    Words come from the best source there is: a ``word_ids`` column (the tokenizer's, or a segmenter's:
+    :mod:`fastmlm.strategies.segmentation`), else an ``offset_mapping`` column and the vocabulary, else the vocabulary
+    alone ("##", "Ġ", "▁"). Each word is selected with the collator's probability, so each token is.
+
+    Args:
+        replace: what the 80/10/10 are drawn for: each "token" of a selected word by itself, as BERT's code does, or the
+            "word" as a whole.
+
+    Law: ``selected(s) = selectable(s) and draw_0(unit(s)) < T(p)``, unit(s) the position of the first token of s's
+    word; with ``replace="word"``, ``draw_1(unit(s))`` is the action and ``(draw_2(s) * K) >> 32`` the random id.
+
+    Source: Devlin et al., BERT's release note of May 2019; Cui et al., "Pre-training with whole word masking for
+    Chinese BERT" (2021), section 3.
+    """
+
+    whole_words = True
+    replace: Literal["token", "word"] = "token"
+
+    def __post_init__(self) -> None:
+        check_choice("replace", self.replace, ("token", "word"))
+
+    def selects(self, spec: MaskingSpec) -> dict[str, Any]:
+        return {"replace_per_unit": self.replace == "word"}
 
 
 def marks_by_id(tokenizer: "PreTrainedTokenizerBase") -> Tensor:
