@@ -17,7 +17,7 @@ RANK = {
     "collator": 4, "head": 4, "feeding": 4,
     "padding": 3, "packing": 3, "seeding": 3, "epochs": 3, "hf_random": 3,  # what the collator is made of,
     "on_device": 3, "head_check": 3, "head_call": 3, "masked_lm_head": 3,  # and the head
-    "masking": 2, "loss": 2, "metrics": 2, "strategies": 2,
+    "masking": 2, "loss": 2, "metrics": 2, "strategies": 2, "unmasking": 2,
     "dispatch": 1, "_ops": 1, "reference": 1,
     "spec": 0, "philox": 0, "chunked": 0, "selection": 0,
     "kernels": 1,
@@ -123,6 +123,7 @@ PUBLIC = [
     "row_capacity",
     "select_rows",
     "sparsify",
+    "unmask",
 ]
 
 

@@ -19,6 +19,7 @@ from fastmlm.selection import (
     select_rows as select_rows,
 )
 from fastmlm.spec import MaskingSpec as MaskingSpec
+from fastmlm.unmasking import unmask as unmask
 
 if TYPE_CHECKING:
     from fastmlm.collator import DataCollatorForMaskedLM as DataCollatorForMaskedLM
@@ -46,6 +47,7 @@ __all__ = [
     "row_capacity",
     "select_rows",
     "sparsify",
+    "unmask",
 ]
 __version__ = "0.1.0"
 
