@@ -45,8 +45,8 @@ def test_weights_of_tokens() -> None:
     weights = torch.rand(B, S, dtype=torch.float64) + 0.5
     losses = F.cross_entropy(head(x).flatten(0, 1), labels.flatten(), reduction="none").view(B, S) * weights
     wanted = losses.sum() / (labels != -100).sum()
-    torch.testing.assert_close(head(x, labels, weight_per_token=weights), wanted, rtol=1e-12, atol=1e-12)
-    both = head(x, labels, weight_per_token=weights, num_items_in_batch=5)
+    torch.testing.assert_close(head(x, labels, loss_weights=weights), wanted, rtol=1e-12, atol=1e-12)
+    both = head(x, labels, loss_weights=weights, num_items_in_batch=5)
     torch.testing.assert_close(both, losses.sum() / 5, rtol=1e-12, atol=1e-12)
 
 
@@ -84,7 +84,7 @@ def test_what_comes_over_the_decoder_takes_part(kind: str) -> None:
     weights = torch.rand(B, S, dtype=torch.float64)
     losses = F.cross_entropy(head(x).flatten(0, 1), labels.flatten(), reduction="none").view(B, S) * weights
     with MaskedAccuracy() as accuracy:
-        loss = head(x, labels, weight_per_token=weights)
+        loss = head(x, labels, loss_weights=weights)
     torch.testing.assert_close(loss, losses.sum() / (labels != -100).sum(), rtol=1e-12, atol=1e-12)
     best = (head(x).argmax(-1) == labels)[labels != -100].double().mean().item()
     assert accuracy.compute()["masked_accuracy"] == pytest.approx(best)
@@ -111,11 +111,11 @@ def test_what_does_not_fit() -> None:
     x, labels = case(torch.float32)
     with pytest.raises(ValueError, match=r"labels: expected \(3, 7\), got \(3, 6\)"):
         head(x, labels[:, 1:])
-    with pytest.raises(ValueError, match=r"weight_per_token: expected \(3, 7\), got \(3, 6\)"):
-        head(x, labels, weight_per_token=torch.ones(3, 6))
+    with pytest.raises(ValueError, match=r"loss_weights: expected \(3, 7\), like labels, got \(3, 6\)"):
+        head(x, labels, loss_weights=torch.ones(3, 6))
     with pytest.raises(TypeError, match=r"labels: expected int32 or int64, got torch.float32"):
         head(x, labels.float())
-    with pytest.raises(ValueError, match="weight_per_token: expected numbers without a gradient"):
-        head(x, labels, weight_per_token=torch.ones(B, S, requires_grad=True))
+    with pytest.raises(ValueError, match="loss_weights: expected numbers without a gradient"):
+        head(x, labels, loss_weights=torch.ones(B, S, requires_grad=True))
     with pytest.raises(ValueError, match=r"labels: expected ids in \[0, 40\) or -100, got 40"):
         head(x, labels.clamp(min=V))

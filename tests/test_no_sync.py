@@ -113,6 +113,6 @@ def test_a_step_of_a_head() -> None:
     x = torch.empty(4, 8, 16, device="meta", requires_grad=True)
     labels = torch.empty(4, 8, dtype=torch.int64, device="meta")
     with NoSync():
-        head(x, labels, weight_per_token=x.detach()[..., 0], **select_rows(labels, 128)._asdict()).backward()
+        head(x, labels, loss_weights=x.detach()[..., 0], **select_rows(labels, 128)._asdict()).backward()
     with pytest.raises(AssertionError, match="nonzero"), NoSync():
         head(x, labels)

@@ -217,9 +217,9 @@ def test_a_head_of_ones_own_takes_rows(capacity: int, divisor: int | None, plain
     weights = torch.rand(labels.shape, dtype=torch.float64)
     weights[-1, -1] = torch.nan if labels[-1, -1] == -100 else 1.0  # what an unused slot would find
     assert weights[-1, -1].isnan()
-    expected = head(x, first(labels, capacity), weight_per_token=weights, num_items_in_batch=divisor)
+    expected = head(x, first(labels, capacity), loss_weights=weights, num_items_in_batch=divisor)
     wanted = torch.autograd.grad(expected, [x, *head.parameters()])
     selected = select_rows(labels, capacity)._asdict()
-    loss = head(x, labels, weight_per_token=weights, num_items_in_batch=divisor, **selected)
+    loss = head(x, labels, loss_weights=weights, num_items_in_batch=divisor, **selected)
     torch.testing.assert_close(loss, expected, **CLOSE)
     torch.testing.assert_close(torch.autograd.grad(loss, [x, *head.parameters()]), wanted, **CLOSE)

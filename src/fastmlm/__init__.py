@@ -20,6 +20,7 @@ from fastmlm.selection import (
 )
 from fastmlm.selection_spec import Selection as Selection
 from fastmlm.spec import MaskingSpec as MaskingSpec
+from fastmlm.unmasking import unmask as unmask
 
 if TYPE_CHECKING:
     from fastmlm.collator import DataCollatorForMaskedLM as DataCollatorForMaskedLM
@@ -48,6 +49,7 @@ __all__ = [
     "row_capacity",
     "select_rows",
     "sparsify",
+    "unmask",
 ]
 __version__ = "0.1.0"
 

@@ -33,7 +33,7 @@ from fastmlm import head_call, head_check, metrics
 from fastmlm.head_call import IGNORE_INDEX, Selection
 from fastmlm.loss import masked_lm_loss
 from fastmlm.masked_lm_head import is_plain_linear, projected_loss
-from fastmlm.selection import check_is_masked, check_rows
+from fastmlm.selection import check_is_masked, check_rows, check_weights
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -99,18 +99,24 @@ def _take_labels_now(
     rows, _ = kwargs.pop("rows", None), kwargs.pop("count", None)  # which both come of select_rows
     if given:
         check_rows(rows)
+    weights, tokens = kwargs.pop("loss_weights", None), kwargs.pop("loss_tokens", None)
     position = applied.arguments.index("labels")
     if position < len(args):
         labels, args = args[position], (*args[:position], None, *args[position + 1 :])
     else:
         labels = kwargs.pop("labels", None)
     selection = None
+    if labels is None and not (weights is None and tokens is None):  # as where a Trainer smooths them itself
+        raise ValueError("loss_weights, loss_tokens: expected labels beside them, for a loss that the model computes")
     if labels is not None:
+        divisor = kwargs.pop("num_items_in_batch", None)
+        check_weights(labels, weights, tokens, divisor)
+        divisor = divisor if tokens is None else tokens.sum()
+        weights = weights if weights is None else weights.reshape(-1)
         labels = labels.reshape(-1)
         rows = rows if given else labels.ne(IGNORE_INDEX).nonzero().squeeze(-1)
         named = dict(zip(applied.arguments, args, strict=False)) | kwargs
-        divisor = kwargs.pop("num_items_in_batch", None)
-        selection = Selection(labels, rows, given, divisor, named.get(applied.pair_labels))
+        selection = Selection(labels, rows, given, weights, divisor, named.get(applied.pair_labels))
     loss_alone = not head_call.is_traced() and _LOSS_ONLY.get()  # a ContextVar cannot be traced
     head_call.enter(model, selection, selection is not None and (model.training or loss_alone))
     return args, kwargs
@@ -136,7 +142,8 @@ def _compute_loss_now(decoder: nn.Module, args: tuple[Any, ...]) -> Any:
     assert call.selection is not None
     x = args[0]
     rows, labels = x.reshape(-1, x.shape[-1]), call.selection.labels_of_rows(x.device)
-    call.losses.append(projected_loss(rows, decoder, labels, call.selection.num_items_in_batch))
+    weights = call.selection.weights_of_rows(x.device)
+    call.losses.append(projected_loss(rows, decoder, labels, call.selection.divisor, weights))
     return (x[..., :0, :],)
 
 
@@ -152,8 +159,8 @@ def _put_loss_now(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     else:
         logits = output[0] if call.sparse else call.selection.take(output[0])
         labels = call.selection.labels_of_rows(logits.device)
-        divisor = call.selection.num_items_in_batch
-        loss = masked_lm_loss(logits.flatten(0, -2), labels, num_items_in_batch=divisor)
+        weights, divisor = call.selection.weights_of_rows(logits.device), call.selection.divisor
+        loss = masked_lm_loss(logits.flatten(0, -2), labels, num_items_in_batch=divisor, weight_per_row=weights)
         accuracy = metrics.running()
         if accuracy is not None:
             accuracy.add_logits(logits.flatten(0, -2), labels)
@@ -195,6 +202,15 @@ def sparsify(model: _Model) -> _Model:
     With ``rows`` and ``count`` of `fastmlm.select_rows` beside the labels, all tensors have fixed shapes, nothing waits
     for a GPU, and ``torch.compile(fullgraph=True)`` and CUDA graphs take the call (where `loss_only` has no effect and
     `MaskedAccuracy` does not count). Not for ``nn.DataParallel``, which would divide the rows among its replicas.
+
+    With ``loss_weights``, floating numbers of the labels' shape, the loss of each position is multiplied by its weight;
+    weights of positions that are not selected are not looked at. With ``loss_tokens``, integers, (B,), or one for each
+    packed row, the sum is divided by theirs and not by the number of selected tokens, by which weighted losses are
+    divided too without them. Both together are the loss of masked diffusion (MDLM, Sahoo et al. 2024; LLaDA, Nie et al.
+    2025): with weights of 1 / p and the numbers of tokens that could have been selected, it is an unbiased estimate,
+    which a division by the random number of those that were would not be. ``loss_tokens`` and ``num_items_in_batch`` at
+    once are refused, for nobody could tell what was counted: `MaskedLMTrainer` counts ``loss_tokens`` and takes them
+    out of the batch, and so do loops of one's own that accumulate.
 
     Called without ``labels``, the model does what it always did.
 

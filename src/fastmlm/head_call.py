@@ -13,19 +13,25 @@ IGNORE_INDEX = -100  # what the models themselves ignore; not ours to choose
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """What a running call takes part with: N flat labels, the K rows among them, and the divisor of the loss."""
+    """What a running call takes part with: N flat labels, the K rows among them, weights and divisor of the loss."""
 
     labels: Tensor
     rows: Tensor
     given: bool  # the rows came with the call, and may be fewer than K
-    num_items_in_batch: int | Tensor | None
+    weights: Tensor | None  # of the N positions
+    divisor: int | Tensor | None  # of the sum of losses; None: the number of selected tokens
     pair_labels: Tensor | None
 
     def labels_of_rows(self, device: torch.device) -> Tensor:
         """The labels of the selected rows, (K,)."""
-        if self.given:
-            return labels_at(self.labels, self.rows, IGNORE_INDEX).to(device)
-        return self.labels.index_select(0, self.rows).to(device)
+        return self._of_rows(self.labels, IGNORE_INDEX).to(device)
+
+    def weights_of_rows(self, device: torch.device) -> Tensor | None:
+        """What the losses of the selected rows are multiplied by, (K,); None: by nothing."""
+        return None if self.weights is None else self._of_rows(self.weights, 0).to(device)
+
+    def _of_rows(self, flat: Tensor, unused: int) -> Tensor:
+        return labels_at(flat, self.rows, unused) if self.given else flat.index_select(0, self.rows)
 
     def take(self, x: Tensor) -> Tensor:
         """The selected rows of (..., D), as (1, K, D): a batch of one sequence, which any head accepts."""

@@ -16,6 +16,7 @@ def masked_lm_loss(
     labels: Tensor,
     *,
     num_items_in_batch: int | Tensor | None = None,
+    weight_per_row: Tensor | None = None,
     ignore_index: int = -100,
 ) -> Tensor:
     """``F.cross_entropy(logits.float(), labels, ignore_index=-100, reduction="sum") / (labels != -100).sum()``
@@ -30,6 +31,8 @@ def masked_lm_loss(
         labels: (K,), int32 or int64 in ``[0, V)``, or ``ignore_index`` for rows that do not take part. Id 0 is an
             ordinary label.
         num_items_in_batch: an int, or a tensor of one element on any device. It is never read on the host.
+        weight_per_row: (K,), what the loss of each row is multiplied by (masked diffusion: 1 / p). Of rows that do not
+            take part it is not looked at.
 
     Returns:
         A scalar, float32 (float64 for float64 logits).
@@ -46,8 +49,14 @@ def masked_lm_loss(
         raise TypeError(f"logits must be floating point, got {logits.dtype}")
     if labels.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"labels must be int32 or int64, got {labels.dtype}")
+    if weight_per_row is not None and weight_per_row.shape != labels.shape:
+        raise ValueError(f"weight_per_row must be {tuple(labels.shape)}, got {tuple(weight_per_row.shape)}")
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    total = F.cross_entropy(logits, labels.long(), ignore_index=ignore_index, reduction="sum")
+    reduction = "sum" if weight_per_row is None else "none"
+    total = F.cross_entropy(logits, labels.long(), ignore_index=ignore_index, reduction=reduction)
+    if weight_per_row is not None:
+        # Where ignored it may be NaN, and 0 times NaN is not 0.
+        total = (total * weight_per_row.to(total).masked_fill(labels == ignore_index, 0)).sum()
     if num_items_in_batch is None:
         num_items_in_batch = labels.ne(ignore_index).sum()
     if isinstance(num_items_in_batch, Tensor):

@@ -1,15 +1,15 @@
 """A masked-language-modelling head for encoders of one's own, and the loss that it shares with sparse models."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastmlm import metrics
-from fastmlm.loss import Settings, loss_and_ranks
-from fastmlm.selection import check_rows, labels_at, take_rows
+from fastmlm.loss import Settings, loss_and_ranks, masked_lm_loss
+from fastmlm.selection import check_rows, check_weights, labels_at, take_rows
 
 if TYPE_CHECKING:
     from typing import TypeGuard
@@ -67,7 +67,8 @@ class MaskedLMHead(nn.Module):
         labels: Tensor | None = None,
         *,
         num_items_in_batch: int | Tensor | None = None,
-        weight_per_token: Tensor | None = None,
+        loss_weights: Tensor | None = None,
+        loss_tokens: Tensor | None = None,
         rows: Tensor | None = None,
         count: Tensor | None = None,
     ) -> Tensor:
@@ -78,7 +79,9 @@ class MaskedLMHead(nn.Module):
             labels: (...), int32 or int64; -100 where not selected.
             num_items_in_batch: the number of selected tokens of the whole optimizer step, by which the sum of losses is
                 then divided, so that micro-batches add up to one large batch; else the loss is their mean.
-            weight_per_token: (...), what the loss of each token is multiplied by (masked diffusion: 1 / p).
+            loss_weights: (...), what the loss of each token is multiplied by (masked diffusion: 1 / p).
+            loss_tokens: (rows,), int64, how many tokens of each row could have been selected; in place of
+                ``num_items_in_batch``, their sum is the divisor. See `fastmlm.sparsify`.
             rows, count: what `fastmlm.select_rows` gives, for a step of fixed shapes in which nothing waits for a GPU:
                 for ``torch.compile(fullgraph=True)`` and CUDA graphs. The count is taken, and not looked at.
 
@@ -86,20 +89,20 @@ class MaskedLMHead(nn.Module):
             A scalar, float32 (float64 for float64), 0 where nothing is selected; or (..., V).
 
         Raises:
-            TypeError: the labels are no int32 or int64.
-            ValueError: shapes do not fit, the weights require a gradient, or a label is out of range (on the CPU).
+            TypeError: a tensor is of a wrong type.
+            ValueError: shapes do not fit, the weights require a gradient, there are two divisors, or a label is out of
+                range (on the CPU).
         """
         if labels is None:
             return self.decoder(self._transform(hidden_states))
-        for name, given in (("labels", labels), ("weight_per_token", weight_per_token)):
-            if given is not None and given.shape != hidden_states.shape[:-1]:
-                raise ValueError(f"{name}: expected {tuple(hidden_states.shape[:-1])}, got {tuple(given.shape)}")
+        if labels.shape != hidden_states.shape[:-1]:
+            raise ValueError(f"labels: expected {tuple(hidden_states.shape[:-1])}, got {tuple(labels.shape)}")
         if labels.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"labels: expected int32 or int64, got {labels.dtype}")
-        if weight_per_token is not None and weight_per_token.requires_grad:
-            raise ValueError("weight_per_token: expected numbers without a gradient, got a tensor that requires one")
+        check_weights(labels, loss_weights, loss_tokens, num_items_in_batch)
+        divisor = num_items_in_batch if loss_tokens is None else loss_tokens.sum()
         labels, x = labels.reshape(-1), hidden_states.reshape(-1, hidden_states.shape[-1])
-        weights = None if weight_per_token is None else weight_per_token.reshape(-1)
+        weights = None if loss_weights is None else loss_weights.reshape(-1)
         if rows is None:
             rows = labels.ne(-100).nonzero().squeeze(-1)
             x, targets = x.index_select(0, rows), labels.index_select(0, rows)
@@ -109,7 +112,7 @@ class MaskedLMHead(nn.Module):
             x, targets = take_rows(x, rows), labels_at(labels, rows, -100)
             weights = None if weights is None else labels_at(weights, rows, 0)
         loss = projected_loss if is_plain_linear(self.decoder, 0) else _decoded_loss
-        return loss(self._transform(x), self.decoder, targets, num_items_in_batch, weights)
+        return loss(self._transform(x), self.decoder, targets, divisor, weights)
 
     def _transform(self, x: Tensor) -> Tensor:
         return self.norm(self.activation(self.dense(x)))
@@ -128,7 +131,10 @@ def projected_loss(
         # Into the weights, and not by dividing the loss: its gradients need no other pass that way.
         dtype = torch.promote_types(x.dtype, torch.float32)
         weights = torch.ones(len(labels), dtype=dtype, device=x.device) if weights is None else weights.to(dtype)
-        weights = weights / _divisor(num_items_in_batch, weights)
+        if isinstance(num_items_in_batch, Tensor):
+            weights = weights / num_items_in_batch.to(weights).reshape(()).clamp(min=1)
+        else:
+            weights = weights / max(num_items_in_batch, 1)
     accuracy = metrics.running()
     try:
         loss, ranks = loss_and_ranks(
@@ -150,14 +156,10 @@ def _decoded_loss(
 ) -> Tensor:
     """The same, by whatever the decoder makes of (K, H)."""
     logits = decoder(x)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    losses = F.cross_entropy(logits, labels.long(), reduction="none")
-    losses = losses if weights is None else losses * weights
     accuracy = metrics.running()
     if accuracy is not None:
         accuracy.add_logits(logits, labels)
-    divisor = labels.ne(-100).sum() if num_items_in_batch is None else num_items_in_batch
-    return losses.sum() / _divisor(divisor, losses)
+    return masked_lm_loss(logits, labels, num_items_in_batch=num_items_in_batch, weight_per_row=weights)
 
 
 def is_plain_linear(module: nn.Module, pre_hooks: int) -> "TypeGuard[nn.Linear]":
@@ -170,7 +172,3 @@ def is_plain_linear(module: nn.Module, pre_hooks: int) -> "TypeGuard[nn.Linear]"
         and not any(hooks)
         and "forward" not in module.__dict__  # where accelerate puts its own
     )
-
-
-def _divisor(count: int | Tensor, like: Tensor) -> Any:
-    return count.to(like).reshape(()).clamp(min=1) if isinstance(count, Tensor) else max(count, 1)

@@ -127,6 +127,29 @@ def check_rows(rows: Any) -> None:
         raise TypeError(f"rows: expected an int64 tensor of one dimension, as select_rows makes it, got {got}")
 
 
+def check_weights(labels: Tensor, weights: Any, tokens: Any, num_items_in_batch: Any) -> None:
+    """Raise unless what a batch brings along for its loss, as far as it does, fits its labels."""
+    if weights is not None:
+        if not isinstance(weights, Tensor) or not weights.is_floating_point():
+            raise TypeError(f"loss_weights: expected floating numbers, got {getattr(weights, 'dtype', type(weights))}")
+        if weights.shape != labels.shape:
+            raise ValueError(f"loss_weights: expected {tuple(labels.shape)}, like labels, got {tuple(weights.shape)}")
+        if weights.requires_grad:
+            raise ValueError("loss_weights: expected numbers without a gradient, got a tensor that requires one")
+    if tokens is None:
+        return
+    if not isinstance(tokens, Tensor) or tokens.dtype not in (torch.int32, torch.int64) or tokens.dim() != 1:
+        got = f"{tokens.dtype} of shape {tuple(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
+        raise TypeError(f"loss_tokens: expected an int64 tensor of one number a row, got {got}")
+    if num_items_in_batch is not None:
+        # By neither may the loss be divided in silence: a Trainer counts labels, and is wrong by a random factor then.
+        raise ValueError(
+            "loss_tokens: expected none beside num_items_in_batch, for the loss is divided by one of them; train with "
+            "fastmlm.MaskedLMTrainer, which counts loss_tokens and not labels, or give their sum over all batches of "
+            "the step as num_items_in_batch, and not them"
+        )
+
+
 def take_rows(x: Tensor, rows: Tensor) -> Tensor:
     """``x.index_select(0, rows)``, (N, H) → (K, H): of any row where ``rows`` is N, which then gets no gradient."""
     return _TakeRows.apply(x, rows)

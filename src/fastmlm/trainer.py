@@ -98,6 +98,16 @@ class MaskOnDevice:
         return asked_for and not own_loss and trainer.args.n_gpu <= 1 and is_sparse(trainer.model)
 
 
+class _Countable:
+    """In place of a batch's labels where the Trainer counts them: as many as ``loss_tokens`` says."""
+
+    def __init__(self, tokens: Tensor) -> None:
+        self._tokens = tokens
+
+    def ne(self, ignore_index: int) -> Tensor:
+        return self._tokens
+
+
 class MaskedLMTrainer(Trainer):
     """``transformers.Trainer(sparsify(model), args, data_collator, callbacks=[data_collator.callback()], ...)``
 
@@ -111,6 +121,10 @@ class MaskedLMTrainer(Trainer):
     ``eval_masked_accuracy``, of all processes together; both are counted along with the loss (`MaskedAccuracy`). Rows
     that several processes repeat to have batches of one size count as often as they are evaluated. Where the mask
     probability is a schedule, the log has ``mlm_probability`` of the last step.
+
+    In batches with ``loss_tokens`` (masked diffusion; see `fastmlm.sparsify`), these are counted and not the selected
+    tokens, so that the loss is an unbiased estimate, exact for any number of accumulation steps and processes;
+    evaluation averages it over batches, as Trainer does. Those columns may come from the collator or the data set.
 
     Args:
         accuracy_top_k: for which k, one or several, to log how often the target is among the k likeliest ids (k = 5:
@@ -151,6 +165,20 @@ class MaskedLMTrainer(Trainer):
     def call_model_init(self, trial: Any = None) -> nn.Module:
         return sparsify(super().call_model_init(trial))
 
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        batches = [
+            {**batch, "labels": _Countable(batch["loss_tokens"])} if "loss_tokens" in batch else batch
+            for batch in batch_samples
+        ]
+        return super()._get_num_items_in_batch(batches, device)
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        if num_items_in_batch is not None and "loss_tokens" in inputs:  # which are counted in it
+            inputs = {name: column for name, column in inputs.items() if name != "loss_tokens"}
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Any, Any]:
@@ -180,8 +208,10 @@ class MaskedLMTrainer(Trainer):
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
+        columns = ["loss_weights", "loss_tokens"]
         if isinstance(self.data_collator, DataCollatorForMaskedLM):
-            self._signature_columns += [c for c in self.data_collator.columns if c not in self._signature_columns]
+            columns += self.data_collator.columns
+        self._signature_columns += [c for c in columns if c not in self._signature_columns]
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         with self._accuracy if self._accuracy.top_k else nullcontext():
