@@ -23,7 +23,7 @@ RANK = {
     "kernels": 1,
 }  # fmt: skip
 # Within a rank: the op finds its kernel through dispatch, and metrics are counted by the loss.
-ALSO = {("_ops", "dispatch"), ("metrics", "loss"), ("on_device", "packing")}
+ALSO = {("_ops", "dispatch"), ("metrics", "loss"), ("on_device", "packing"), ("epochs", "packing")}
 # Beside the standard library. Names under ``if TYPE_CHECKING`` cost nothing and are free.
 HEAVY = {"transformers", "accelerate", "datasets", "tokenizers", "matplotlib", "rich", "tqdm", "numpy", "safetensors"}
 MAY_LOAD = {
