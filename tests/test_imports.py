@@ -28,6 +28,7 @@ ALSO = {
     ("_ops", "dispatch"),
     ("metrics", "loss"),
     ("on_device", "packing"),
+    ("epochs", "packing"),
     ("on_device", "planning"),
     ("planning", "seeding"),
     ("units", "rows"),

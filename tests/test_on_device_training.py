@@ -323,3 +323,26 @@ def test_bad_arguments(wordpiece, tmp_path) -> None:
             cls(model_for(wordpiece), arguments(tmp_path), data_collator=ships, train_dataset=rows)
     with pytest.raises(ValueError, match="row_capacity"):
         OnDevice(model_for(wordpiece), arguments(tmp_path), data_collator=ships, row_capacity=0)
+
+
+@pytest.mark.parametrize("cls", [Trainer, MaskedLMTrainer, SparseOnDevice])
+def test_packed_batches_are_not_dispatched(small, tmp_path, cls) -> None:
+    """Accelerate would put them together and divide them by rows; in training, evaluation and loops of one's own."""
+    plain, ships = pair(small, packing=True)
+    collator = ships if cls is SparseOnDevice else plain
+    for dispatch in (True, False):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        trainer = cls(
+            model_for(small), arguments(tmp_path, max_steps=1, accelerator_config={"dispatch_batches": dispatch}),
+            data_collator=collator, train_dataset=rows_to_train_on(), eval_dataset=rows_to_train_on(6),
+            callbacks=[collator.callback()] if cls is Trainer else [],
+        )  # fmt: skip
+        runs = [trainer.train] if cls is Trainer else [trainer.train, trainer.evaluate]
+        if collator is ships:
+            runs.append(lambda trainer=trainer: mask_batches(trainer.get_train_dataloader(), collator=ships))
+        for go in runs:
+            if not dispatch:
+                assert go() is not None
+                continue
+            with pytest.raises(ValueError, match=r"packing: expected dispatch_batches=False .* got True"):
+                go()

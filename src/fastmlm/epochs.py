@@ -6,6 +6,8 @@ from accelerate.data_loader import DataLoaderDispatcher
 from transformers import TrainerCallback
 from transformers.trainer_utils import has_length
 
+from fastmlm.packing import check_undivided
+
 
 class TellEpoch(TrainerCallback):
     """Calls ``collator.set_epoch`` and ``set_step`` at each pass, and logs the mask probability of a schedule.
@@ -22,6 +24,7 @@ class TellEpoch(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # A resumed run starts in the epoch it broke off; without a length the Trainer replays all passes.
         loader = kwargs.get("train_dataloader")
+        check_undivided(loader, self.collator.packing)
         counted = loader is not None and has_length(loader)
         self.epoch = int(state.epoch or 0) if counted else 0
         self._replays = not counted and not args.ignore_data_skip

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastmlm.masking import mask_tokens
-from fastmlm.packing import flatten
+from fastmlm.packing import check_undivided, flatten
 from fastmlm.philox import as_int64, first_real, real_tokens
 from fastmlm.planning import Plan
 from fastmlm.selection import SHIPPED_KEYS, Overflow, row_capacity, select_rows
@@ -321,6 +321,7 @@ def mask_batches(
     """
     collator = getattr(batches, "collate_fn", None) if collator is None else collator
     check_masks_on_device("collator", collator)
+    check_undivided(batches, collator.packing)
     if not isinstance(rows, (bool, int)):
         raise TypeError(f"rows: expected True, False or how many, got {rows!r}")
     if rows is not False and rows < 1:

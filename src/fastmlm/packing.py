@@ -19,6 +19,22 @@ _PER_TOKEN = ("input_ids", "labels", "token_type_ids", "special_tokens_mask")
 _OURS = ("fastmlm_units", "fastmlm_rates", "loss_weights")
 
 
+def check_undivided(loader: Any, packs: bool) -> None:
+    """Raise where Accelerate would put packed batches together and divide them by rows, of which they have one.
+
+    Some it refuses itself, without saying why; others it divides in the wrong places.
+
+    Raises:
+        ValueError: the loader is one of ``dispatch_batches=True``, and packed.
+    """
+    dispatches = any(cls.__name__ == "DataLoaderDispatcher" for cls in type(loader).__mro__)  # without loading it
+    if packs and dispatches:
+        raise ValueError(
+            "packing: expected dispatch_batches=False (accelerator_config, DataLoaderConfiguration; it is True for "
+            "data sets without a length unless given), since a packed batch cannot be divided among processes, got True"
+        )
+
+
 def row_lengths(examples: Sequence[Any]) -> list[int]:
     """How many tokens each row brought, before padding."""
     return [len(row["input_ids"] if isinstance(row, Mapping) else row) for row in examples]

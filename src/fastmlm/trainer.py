@@ -17,6 +17,7 @@ from fastmlm.collator import DataCollatorForMaskedLM
 from fastmlm.epochs import logged_probability
 from fastmlm.head import is_sparse, loss_only, sparsify
 from fastmlm.metrics import MaskedAccuracy
+from fastmlm.packing import check_undivided
 from fastmlm.selection import Overflow
 from fastmlm.spec import integer
 
@@ -187,11 +188,15 @@ class MaskedLMTrainer(Trainer):
 
     def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         with self._collating_for_evaluation():
-            return super().get_eval_dataloader(*args, **kwargs)
+            return self._checked(super().get_eval_dataloader(*args, **kwargs))
 
     def get_test_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         with self._collating_for_evaluation():
-            return super().get_test_dataloader(*args, **kwargs)
+            return self._checked(super().get_test_dataloader(*args, **kwargs))
+
+    def _checked(self, loader: Any) -> Any:
+        check_undivided(loader, getattr(self.data_collator, "packing", False))
+        return loader
 
     @contextmanager
     def _collating_for_evaluation(self) -> Iterator[None]:
