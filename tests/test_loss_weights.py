@@ -60,6 +60,7 @@ def exact(dense: Any, batch: dict[str, Tensor], divisor: Any = None) -> Tensor:
 def test_loss_and_gradients(name: str, capacity: int | None) -> None:
     """By the tokens that could have been selected, by a number that is given, by those that were selected."""
     dense, batch = make_model(name), weighted()
+    batch["labels"][-1, -1], batch["loss_weights"][-1, -1] = 3, 2.0  # what unused slots must not find
     sparse = sparsify(copy.deepcopy(dense))
     given = batch if capacity is None else with_rows(batch, capacity)
     kept = batch if capacity is None else batch | {"labels": first(batch["labels"], capacity)}
