@@ -28,6 +28,7 @@ class Case:
     ids: str = "i64"
     length: int = 1024
     rest: bool = False  # rates of tokens, and never the original
+    per_unit: bool = False  # one action for a unit
 
     @property
     def itemsize(self) -> int:
@@ -50,6 +51,7 @@ CASES = {
     "all": Case(ALL, length=3072, rest=True),
     "packed": Case([*BASE, "cu_seqlens"]),
     "packed, all": Case([*ALL, "cu_seqlens"], length=3072, rest=True),
+    "action of a unit": Case(ALL, length=3072, rest=True, per_unit=True),
 }
 
 
@@ -74,7 +76,7 @@ REACHED = 0.9  # of a memory's rate, which copies reach
 def build(target: str, case: Case) -> Any:
     blocks, lanes, warps = case.shape(TARGETS[target].warp_size)
     constants = {"TILES": -(-case.length // (blocks * BLOCK)), "BLOCKS": blocks, "WIDTH": lanes}
-    constants |= {"PER_TOKEN": case.rest, "EXCLUDE": case.rest}
+    constants |= {"PER_TOKEN": case.rest, "PER_UNIT": case.per_unit, "EXCLUDE": case.rest}
     pointers = dict.fromkeys(["device_seed", "row_keys", "thresholds", "random_ids", "units"], "*i64")
     pointers |= dict.fromkeys(["input_ids", "output_ids", "labels"], "*" + case.ids)
     pointers |= {

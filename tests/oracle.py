@@ -15,6 +15,11 @@ from fastmlm import MaskingSpec, mask_tokens
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # without a GPU the kernel runs in Triton's interpreter
 TWO32, TWO64 = 1 << 32, 1 << 64
+# The op's arguments of a selection, where there is none.
+PLAIN: dict[str, Any] = {
+    "words": False, "span_limits": None, "id_thresholds": None, "per_unit": False, "exact": False, "at_least": 0,
+    "at_most": (1 << 31) - 1,
+}  # fmt: skip
 
 
 def slow_mix(z: int) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from no_sync import NoSync
+from oracle import PLAIN
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -88,7 +89,7 @@ def arguments(kind: str, seed: int = 5) -> dict[str, Any]:
         "input_ids": IDS, "seed": seed, "device_seed": None, "row_keys": None, "attention_mask": None,
         "special_tokens_mask": None, "units": None, "cu_seqlens": None, "thresholds": None, "flags": flags,
         "random_ids": random_ids, "threshold": 1 << 31, "mask_token_id": 3, "mask_threshold": SPEC.mask_threshold,
-        "random_threshold": SPEC.random_threshold, "ignore_index": -100, "exclude_original": True,
+        "random_threshold": SPEC.random_threshold, "ignore_index": -100, "exclude_original": True, **PLAIN,
     }  # fmt: skip
     if kind != "plain":
         call["device_seed"], call["special_tokens_mask"] = torch.tensor([seed]), IDS % 5 == 0

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from oracle import PLAIN
 from scipy.stats import chi2_contingency, chisquare
 from torch import Tensor
 from torch.nn.functional import pad
@@ -144,7 +145,8 @@ def op(
     limit = round(spec.mlm_probability * 2**32)
     return torch.ops.fastmlm.mask_tokens(
         ids, 5, None, None, attention_mask, special_tokens_mask, None, None, None, flags, random_ids, limit,
-        spec.mask_token_id, spec.mask_threshold, spec.random_threshold, spec.ignore_index, spec.exclude_original, impl,
+        spec.mask_token_id, spec.mask_threshold, spec.random_threshold, spec.ignore_index, spec.exclude_original,
+        *PLAIN.values(), impl,
     )  # fmt: skip
 
 

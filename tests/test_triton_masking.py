@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from oracle import PLAIN
 from test_dispatch import CPU
 from test_masking import DEVICE
 from torch import Tensor
@@ -80,7 +81,7 @@ def test_what_no_row_covers_is_copied(ends: list[int]) -> None:
         "special_tokens_mask": None, "units": None, "cu_seqlens": torch.tensor(ends), "thresholds": None,
         "flags": flags, "random_ids": random_ids, "threshold": 1 << 31, "mask_token_id": 3,
         "mask_threshold": SPEC.mask_threshold, "random_threshold": SPEC.random_threshold, "ignore_index": -100,
-        "exclude_original": True,
+        "exclude_original": True, **PLAIN,
     }  # fmt: skip
     results = []
     for function in (kernel.mask_tokens, reference.mask_tokens):
@@ -132,7 +133,7 @@ def arguments(ids: Tensor, spec: MaskingSpec, **others: Any) -> dict[str, Any]:
     return {"input_ids": ids, "seed": 5, **dict.fromkeys(names), "flags": flags, "random_ids": random_ids,
             "threshold": 1 << 32, "mask_token_id": spec.mask_token_id, "mask_threshold": spec.mask_threshold,
             "random_threshold": spec.random_threshold, "ignore_index": -100, "exclude_original": spec.exclude_original,
-            } | others  # fmt: skip
+            **PLAIN} | others  # fmt: skip
 
 
 def outputs(ids: Tensor) -> dict[str, Tensor]:

@@ -11,6 +11,9 @@ ids of 64 bits or 4 of 32 go in one access. Elsewhere neighbours belong to neigh
 Packed rows have any length, and the host does not know which: the tiles of a row are numbered from floor(offset / tile)
 plus the row's number, which leaves each row at least as many as it needs, and a program searches for the row it is in.
 With units a token's selection is drawn at another position, so each token then has a Philox block of its own.
+
+What a selection asks of whole rows (words, spans, how many tokens) PyTorch works out before, with :mod:`fastmlm.units`;
+the kernel gets units, or what is not selected as special tokens.
 """
 
 import torch
@@ -18,11 +21,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastmlm.philox import ACTION, BLOCK, LANES, PHILOX_M0, PHILOX_M1, ROUNDS, SELECT, WEYL_0, WEYL_1
+from fastmlm.philox import ACTION, BLOCK, LANES, PHILOX_M0, PHILOX_M1, ROUNDS, SELECT, UNIT_ID, WEYL_0, WEYL_1
+from fastmlm.rows import Rows
 from fastmlm.spec import RANDOM, SPECIAL
+from fastmlm.units import How, look_up, select, unit_of_tokens
 
 _BLOCK, _LANES = tl.constexpr(BLOCK), tl.constexpr(LANES)
-_SELECT, _ACTION = tl.constexpr(SELECT), tl.constexpr(ACTION)
+_SELECT, _ACTION, _UNIT_ID = tl.constexpr(SELECT), tl.constexpr(ACTION), tl.constexpr(UNIT_ID)
 _M0, _M1, _W0, _W1 = (tl.constexpr(c) for c in (PHILOX_M0, PHILOX_M1, WEYL_0, WEYL_1))
 _ROUNDS = tl.constexpr(ROUNDS)
 _SPECIAL, _RANDOM = tl.constexpr(SPECIAL), tl.constexpr(RANDOM)
@@ -66,9 +71,9 @@ def _philox(key, counter, STREAM: tl.constexpr, row_key):
 
 
 @triton.jit
-def _draw_at(key, position, row_key):
-    """The selection draw at any position: its word of its own Philox block."""
-    word0, word1, word2, word3 = _philox(key, position // _BLOCK * _LANES + position % _LANES, _SELECT, row_key)
+def _draw_at(key, position, STREAM: tl.constexpr, row_key):
+    """The draw at any position: its word of its own Philox block."""
+    word0, word1, word2, word3 = _philox(key, position // _BLOCK * _LANES + position % _LANES, STREAM, row_key)
     word = position % _BLOCK // _LANES
     return tl.where(word == 0, word0, tl.where(word == 1, word1, tl.where(word == 2, word2, word3)))
 
@@ -96,8 +101,8 @@ def _find_row(program, cu_seqlens, rows, tokens, TILE: tl.constexpr):
 
 @triton.jit
 def _replacement(
-    token, flag, selected, action, random_ids, random_count, mask_token_id, mask_threshold, random_threshold,
-    multiplier, multiplier_in_table, EXCLUDE: tl.constexpr,
+    token, flag, selected, action, of_id, random_ids, random_count, mask_token_id, mask_threshold, random_threshold,
+    multiplier, multiplier_in_table, PER_UNIT: tl.constexpr, EXCLUDE: tl.constexpr,
 ):  # fmt: skip
     """What takes the place of tokens. Selected ids have no more than 31 bits, so 32 are enough to compute with."""
     ids = token.to(tl.uint32)
@@ -106,11 +111,13 @@ def _replacement(
     masked = selected & (action.to(tl.int64) < mask_threshold.to(tl.int64))
     random = selected & (rest.to(tl.int64) < random_threshold.to(tl.int64) - mask_threshold)
 
-    # The draw's share of the range [T_mask, T_random), scaled to an index, looked up.
+    # The draw's share of the range [T_mask, T_random), or another draw's of all, scaled to an index, looked up.
     scale = multiplier.to(tl.uint64)
     if EXCLUDE:
         scale = tl.where((flag & _RANDOM) != 0, multiplier_in_table.to(tl.uint64), scale)
-    random_id = _high(rest.to(tl.uint64) * scale)
+    if not PER_UNIT:
+        of_id = rest
+    random_id = _high(of_id.to(tl.uint64) * scale)
     last = random_count.to(tl.uint32) - 1
     if random_ids is not None:
         random_id = tl.load(random_ids + random_id, mask=random, other=0).to(tl.uint32)
@@ -125,13 +132,13 @@ def _replacement(
 
 @triton.jit
 def _mask_stripe(
-    draw, action, position, column, start, row_offset, key, row_key,
+    draw, action, of_id, position, column, start, row_offset, key, row_key,
     input_ids, output_ids, labels, attention_mask, special_tokens_mask, units, thresholds, flags, random_ids,
     length, vocab_size, random_count, largest, mask_token_id, mask_threshold, random_threshold,
     multiplier, multiplier_in_table, ignore_index,
-    PER_TOKEN: tl.constexpr, EXCLUDE: tl.constexpr,
+    PER_TOKEN: tl.constexpr, PER_UNIT: tl.constexpr, EXCLUDE: tl.constexpr,
 ):  # fmt: skip
-    """Mask the tokens at ``position``, whose draws of the two streams are given; with units, that of the actions."""
+    """Mask the tokens at ``position``, whose draws of the streams are given; with units, those not of the units."""
     # The row's own offset goes to the pointers, so that lanes compute with 32 bits.
     in_bounds = position < length
     token = tl.load(input_ids + row_offset + column, mask=in_bounds, other=0)
@@ -151,7 +158,9 @@ def _mask_stripe(
         # Checked on the CPU alone; whatever they are, they point into the row.
         unit = tl.load(units + row_offset + column, mask=in_bounds, other=0).to(tl.int32)
         unit = tl.maximum(tl.minimum(unit, length - 1), 0)
-        draw = _draw_at(key, unit, row_key)
+        draw = _draw_at(key, unit, _SELECT, row_key)
+        if PER_UNIT:
+            action = _draw_at(key, unit, _ACTION, row_key)
         decides = tl.minimum(unit + start, length - 1)
     if PER_TOKEN:  # a draw fills all 32 bits and a threshold may be 2^32: they compare in 64
         limit = tl.load(thresholds + row_offset + decides, mask=in_bounds, other=0)
@@ -160,8 +169,8 @@ def _mask_stripe(
         selected = ((flag & _SPECIAL) == 0) & (draw <= largest)
 
     output = _replacement(
-        token, flag, selected, action, random_ids, random_count, mask_token_id, mask_threshold, random_threshold,
-        multiplier, multiplier_in_table, EXCLUDE,
+        token, flag, selected, action, of_id, random_ids, random_count, mask_token_id, mask_threshold, random_threshold,
+        multiplier, multiplier_in_table, PER_UNIT, EXCLUDE,
     )  # fmt: skip
     label = tl.where(selected, token, ignore_index.to(token.dtype))
     tl.store(output_ids + row_offset + column, output, mask=in_bounds)
@@ -173,7 +182,8 @@ def _mask_rows(
     input_ids, output_ids, labels, device_seed, row_keys, starts, cu_seqlens, attention_mask, special_tokens_mask,
     units, thresholds, flags, random_ids, seed, rows, length, vocab_size, random_count, threshold, mask_token_id,
     mask_threshold, random_threshold, multiplier, multiplier_in_table, ignore_index,
-    TILES: tl.constexpr, BLOCKS: tl.constexpr, WIDTH: tl.constexpr, PER_TOKEN: tl.constexpr, EXCLUDE: tl.constexpr,
+    TILES: tl.constexpr, BLOCKS: tl.constexpr, WIDTH: tl.constexpr, PER_TOKEN: tl.constexpr, PER_UNIT: tl.constexpr,
+    EXCLUDE: tl.constexpr,
 ):  # fmt: skip
     """One program masks BLOCKS blocks of 64 positions of one row: of TILES programs a row, or packed, length in all."""
     program = tl.program_id(0)
@@ -215,6 +225,9 @@ def _mask_rows(
     draws = actions  # with units, drawn token by token
     if units is None:
         draws = _philox(key, block * _LANES + lane, _SELECT, row_key)
+    of_ids = actions
+    if PER_UNIT:
+        of_ids = _philox(key, block * _LANES + lane, _UNIT_ID, row_key)
     for word in tl.static_range(4):
         position = block * _BLOCK + lane + word * _LANES
         column = position
@@ -222,10 +235,10 @@ def _mask_rows(
             column += start
             column = tl.where(column >= length, column - length, column)
         _mask_stripe(
-            draws[word], actions[word], position, column, start, row_offset, key, row_key,
+            draws[word], actions[word], of_ids[word], position, column, start, row_offset, key, row_key,
             input_ids, output_ids, labels, attention_mask, special_tokens_mask, units, thresholds, flags, random_ids,
             length, vocab_size, random_count, largest, mask_token_id, mask_threshold, random_threshold,
-            multiplier, multiplier_in_table, ignore_index, PER_TOKEN, EXCLUDE,
+            multiplier, multiplier_in_table, ignore_index, PER_TOKEN, PER_UNIT, EXCLUDE,
         )  # fmt: skip
 
 
@@ -260,6 +273,32 @@ def tile_shape(longest: int, neighbours: int, warp: int) -> tuple[int, int, int]
     return blocks, lanes, max(elements // (max(lanes, 2) * warp), 1)
 
 
+def _prepare(
+    input_ids: Tensor, key: Tensor | int, row_keys: Tensor | None, attention_mask: Tensor | None,
+    special_tokens_mask: Tensor | None, units: Tensor | None, cu_seqlens: Tensor | None, limit: Tensor | int,
+    flags: Tensor, per_unit: bool, how: How,
+) -> tuple[Tensor | None, Tensor | None, Tensor | int]:  # fmt: skip
+    """What the kernel takes for special_tokens_mask, units and thresholds, where a selection looks beyond a token."""
+    ids = input_ids.to(torch.int64)
+    key = key if isinstance(key, Tensor) else ids.new_full((1,), key)
+    rows = Rows(key, row_keys, attention_mask, cu_seqlens, ids)
+    if how.counts:  # what is selected is known then, whatever the kernel draws
+        unit, selected = select(ids, rows, attention_mask, special_tokens_mask, units, flags, limit, how)
+        return ~selected, unit if per_unit else None, 1 << 32
+    inside, flag, special = look_up(ids, rows, attention_mask, special_tokens_mask, flags)
+    if how.words or how.span_limits is not None:
+        units = unit_of_tokens(rows, special, flag, units, how)
+    return special_tokens_mask, units, limit if how.id_thresholds is None else how.id_thresholds[inside]
+
+
+def _first_tokens(attention_mask: Tensor, cu_seqlens: Tensor | None, rows: int) -> Tensor:
+    """The first real token of each row, (rows,) int32."""
+    length, tokens = attention_mask.shape[1], attention_mask.numel()
+    starts = torch.empty(rows, dtype=torch.int32, device=attention_mask.device)
+    _first_real[(rows,)](attention_mask, cu_seqlens, starts, length, tokens, BLOCK=512, num_warps=1)
+    return starts
+
+
 def mask_tokens(
     input_ids: Tensor,
     seed: int,
@@ -278,10 +317,38 @@ def mask_tokens(
     random_threshold: int,
     ignore_index: int,
     exclude_original: bool,
+    words: bool,
+    span_limits: Tensor | None,
+    id_thresholds: Tensor | None,
+    per_unit: bool,
+    exact: bool,
+    at_least: int,
+    at_most: int,
     output_ids: Tensor,
     labels: Tensor,
 ) -> None:
     """Launch the kernel; arguments as :mod:`fastmlm._ops` describes them."""
+    how = How(words, span_limits, id_thresholds, exact, at_least, at_most)
+    limit = threshold if thresholds is None else thresholds
+    if how.beyond_a_token:
+        special_tokens_mask, units, limit = _prepare(
+            input_ids, seed if device_seed is None else device_seed, row_keys, attention_mask, special_tokens_mask,
+            units, cu_seqlens, limit, flags, per_unit, how,
+        )  # fmt: skip
+    _launch(
+        input_ids, seed, device_seed, row_keys, attention_mask, special_tokens_mask, units, cu_seqlens,
+        None if isinstance(limit, int) else limit, flags, random_ids, limit if isinstance(limit, int) else 0,
+        mask_token_id, mask_threshold, random_threshold, ignore_index, exclude_original, per_unit, output_ids, labels,
+    )  # fmt: skip
+
+
+def _launch(
+    input_ids: Tensor, seed: int, device_seed: Tensor | None, row_keys: Tensor | None, attention_mask: Tensor | None,
+    special_tokens_mask: Tensor | None, units: Tensor | None, cu_seqlens: Tensor | None, thresholds: Tensor | None,
+    flags: Tensor, random_ids: Tensor | None, threshold: int, mask_token_id: int, mask_threshold: int,
+    random_threshold: int, ignore_index: int, exclude_original: bool, per_unit: bool, output_ids: Tensor,
+    labels: Tensor,
+) -> None:  # fmt: skip
     rows, length = input_ids.shape
     longest = length
     if cu_seqlens is not None:
@@ -296,18 +363,17 @@ def mask_tokens(
     # bool tensors are bytes to Triton only when viewed as such
     byte_masks = [None if m is None else m.view(torch.uint8) if m.dtype == torch.bool else m
                   for m in (attention_mask, special_tokens_mask)]  # fmt: skip
-    starts = None
-    if attention_mask is not None:
-        starts = torch.empty(rows, dtype=torch.int32, device=input_ids.device)
-        _first_real[(rows,)](byte_masks[0], cu_seqlens, starts, length, input_ids.numel(), BLOCK=512, num_warps=1)
+    starts = None if byte_masks[0] is None else _first_tokens(byte_masks[0], cu_seqlens, rows)
     count = flags.numel() if random_ids is None else random_ids.numel()
     width = max(random_threshold - mask_threshold, 1)
+    if per_unit:  # ids have draws of their own, of the whole range
+        width = 1 << 32
     _mask_rows[(programs,)](
         input_ids, output_ids, labels, device_seed, row_keys, starts, cu_seqlens, *byte_masks, units, thresholds,
         flags, random_ids, seed, rows, length, flags.numel(), count, threshold, mask_token_id, mask_threshold,
         random_threshold, (count << 32) // width if random_threshold > mask_threshold else 0,
         ((count - 1) << 32) // width if random_threshold > mask_threshold else 0, ignore_index,
         TILES=tiles, BLOCKS=blocks, WIDTH=lanes,
-        PER_TOKEN=thresholds is not None and thresholds.shape == input_ids.shape, EXCLUDE=exclude_original,
-        num_warps=warps,
+        PER_TOKEN=thresholds is not None and thresholds.shape == input_ids.shape, PER_UNIT=per_unit,
+        EXCLUDE=exclude_original, num_warps=warps,
     )  # fmt: skip

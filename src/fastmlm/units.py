@@ -34,6 +34,11 @@ class How(NamedTuple):
         """Whether a row's number of tokens is not left to chance."""
         return self.exact or self.at_least > 0 or self.at_most < NO_MOST
 
+    @property
+    def beyond_a_token(self) -> bool:
+        """Whether anything asks for more than each token, or its given unit, by itself and at the rate of its row."""
+        return self.words or self.span_limits is not None or self.id_thresholds is not None or self.counts
+
 
 def select(
     ids: Tensor,
@@ -52,17 +57,8 @@ def select(
         limit: T(p): one number, one a row (rows, 1), or one a token (B, S).
         Others as :mod:`fastmlm._ops` describes them.
     """
-    inside = ids.clamp(0, flags.numel() - 1)
-    flag = flags[inside]
-    special = (flag & SPECIAL) != 0
-    if attention_mask is not None:
-        special |= attention_mask == 0
-    if special_tokens_mask is not None:
-        special |= special_tokens_mask != 0
-    if rows.inside is not None:
-        special |= ~rows.inside
+    inside, flag, special = look_up(ids, rows, attention_mask, special_tokens_mask, flags)
     selectable = ~special & (inside == ids)
-
     unit = unit_of_tokens(rows, special, flag, units, how)
     if how.id_thresholds is not None:
         limit = how.id_thresholds[inside]
@@ -76,6 +72,22 @@ def select(
     if how.counts:
         selected = _count(rows, selectable, selected, unit, limit, how)
     return unit, selected
+
+
+def look_up(
+    ids: Tensor, rows: Rows, attention_mask: Tensor | None, special_tokens_mask: Tensor | None, flags: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each token the nearest id of the vocabulary, the flags of that, and whether it is special or padding."""
+    inside = ids.clamp(0, flags.numel() - 1)
+    flag = flags[inside]
+    special = (flag & SPECIAL) != 0
+    if attention_mask is not None:
+        special |= attention_mask == 0
+    if special_tokens_mask is not None:
+        special |= special_tokens_mask != 0
+    if rows.inside is not None:
+        special |= ~rows.inside
+    return inside, flag, special
 
 
 def unit_of_tokens(rows: Rows, special: Tensor, flag: Tensor, units: Tensor | None, how: How) -> Tensor:
