@@ -138,7 +138,9 @@ def test_masks_on_the_device(wordpiece, packing, monkeypatch) -> None:
 
 def test_capacity_is_for_the_highest(wordpiece) -> None:
     assert capacity_of(pair(wordpiece, mlm_probability=FALLING)[1], 8192) == row_capacity(8192, 0.9)
-    with pytest.raises(ValueError, match=r"row_capacity .*: expected how many, since mlm_probability is a function"):
+    with pytest.raises(
+        ValueError, match=r"row_capacity .*: expected how many, since the highest mask probability is not known"
+    ):
         capacity_of(pair(wordpiece, mlm_probability=sevenths)[1], 8192)
 
 

@@ -89,8 +89,8 @@ def test_the_budget_is_exact(wordpiece, strategy) -> None:
     ("strategy", "whole"), [(Spans(), True), (Spans(replace="token"), False), (WholeWords("word"), True)]
 )
 def test_one_action_for_a_unit(wordpiece, make_rows, strategy, whole) -> None:
-    rows = make_rows(wordpiece, count=40)
-    batch = collator_of(wordpiece, strategy, mlm_probability=0.05, mask_replace_prob=0.5, random_replace_prob=0.0)(rows)
+    rows = make_rows(wordpiece, count=200)
+    batch = collator_of(wordpiece, strategy, mlm_probability=0.01, mask_replace_prob=0.5, random_replace_prob=0.0)(rows)
     chosen, masked = selected(batch), batch["input_ids"] == wordpiece.mask_token_id
     mixed = 0
     for row_chosen, row_masked in zip(chosen, masked, strict=True):

@@ -33,6 +33,13 @@ def mask_tokens(
     random_threshold: int,
     ignore_index: int,
     exclude_original: bool,
+    words: bool,
+    span_limits: Tensor | None,
+    id_thresholds: Tensor | None,
+    per_unit: bool,
+    exact: bool,
+    at_least: int,
+    at_most: int,
     output_ids: Tensor,
     labels: Tensor,
 ) -> None:
@@ -70,10 +77,25 @@ def mask_tokens(
         mask_token_id,
         ignore_index,
         exclude_original,
+        words,
+        _address(span_limits),
+        0 if span_limits is None else span_limits.numel() + 1,
+        _address(id_thresholds),
+        per_unit,
+        exact,
+        at_least,
+        at_most,
     )
     if not in_range:
         lowest, highest = input_ids.aminmax()
         check_ids(int(lowest), int(highest), flags.numel())
+
+
+def thresholds(rates: Tensor) -> Tensor | None:
+    """``fastmlm.spec.thresholds`` of contiguous float32 or float64; None if not all of them are in [0, 1]."""
+    limits = torch.empty_like(rates, dtype=torch.int64)
+    inside = _native.thresholds(rates.data_ptr(), rates.dtype == torch.float64, rates.numel(), limits.data_ptr())
+    return limits if inside else None
 
 
 def word_units(
