@@ -1,7 +1,9 @@
-// The masking kernels, compiled once for each instruction set from one source: masking.inc over vectors.h.
+// The masking kernels, compiled once for each instruction set from one source: masking.inc and what it includes, over
+// vectors.h.
 #include "masking.h"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 
 #define FASTMLM_SOURCE "masking.inc"

@@ -33,6 +33,13 @@ def mask_tokens(
     random_threshold: int,
     ignore_index: int,
     exclude_original: bool,
+    words: bool,
+    span_limits: Tensor | None,
+    id_thresholds: Tensor | None,
+    per_unit: bool,
+    exact: bool,
+    at_least: int,
+    at_most: int,
     output_ids: Tensor,
     labels: Tensor,
 ) -> None:
@@ -43,12 +50,16 @@ def mask_tokens(
     row_keys = None if row_keys is None else row_keys.contiguous()
     if device_seed is not None:
         seed = int(device_seed)
+    segments = rows if cu_seqlens is None else cu_seqlens.numel() - 1
+    per_token = thresholds is not None and thresholds.shape == input_ids.shape
+    if per_token and length == 1 and rows == segments:
+        per_token = False  # one a token is one a row here, which counts go by
     in_range = _native.mask_tokens(
         input_ids.data_ptr(),
         output_ids.data_ptr(),
         labels.data_ptr(),
         input_ids.element_size(),
-        rows if cu_seqlens is None else cu_seqlens.numel() - 1,
+        segments,
         length,
         _address(cu_seqlens),
         seed & 0xFFFFFFFFFFFFFFFF,
@@ -59,7 +70,7 @@ def mask_tokens(
         1 if special_tokens_mask is None else special_tokens_mask.element_size(),
         _address(units),
         _address(thresholds),
-        thresholds is not None and thresholds.shape == input_ids.shape,
+        per_token,
         flags.data_ptr(),
         flags.numel(),
         _address(random_ids),
@@ -70,10 +81,25 @@ def mask_tokens(
         mask_token_id,
         ignore_index,
         exclude_original,
+        words,
+        _address(span_limits),
+        0 if span_limits is None else span_limits.numel() + 1,
+        _address(id_thresholds),
+        per_unit,
+        exact,
+        at_least,
+        at_most,
     )
     if not in_range:
         lowest, highest = input_ids.aminmax()
         check_ids(int(lowest), int(highest), flags.numel())
+
+
+def thresholds(rates: Tensor) -> Tensor | None:
+    """``fastmlm.spec.thresholds`` of contiguous float32 or float64; None if not all of them are in [0, 1]."""
+    limits = torch.empty_like(rates, dtype=torch.int64)
+    inside = _native.thresholds(rates.data_ptr(), rates.dtype == torch.float64, rates.numel(), limits.data_ptr())
+    return limits if inside else None
 
 
 def word_units(

@@ -17,6 +17,7 @@
 #include "lists.h"
 #include "masking.h"
 #include "pack.h"
+#include "rates.h"
 #include "words.h"
 
 namespace fastmlm {
@@ -50,14 +51,15 @@ void expect_writes(void* start, int64_t bytes) {
 
 PyObject* mask_tokens(PyObject*, PyObject* args) {
   unsigned long long ids, output, labels, offsets, row_keys, attention, special, units, thresholds, flags, random_ids;
-  unsigned long long key, threshold, mask_threshold, random_threshold;
-  long long rows, length, vocab_size, random_count, mask_token_id, ignore_index;
-  int id_size, attention_size, special_size, per_token, exclude;
-  if (!PyArg_ParseTuple(args, "KKKiLLKKKKiKiKKpKLKLKKKLLp:mask_tokens", &ids, &output, &labels, &id_size, &rows,
+  unsigned long long key, threshold, mask_threshold, random_threshold, span_limits, id_thresholds;
+  long long rows, length, vocab_size, random_count, mask_token_id, ignore_index, longest_span, at_least, at_most;
+  int id_size, attention_size, special_size, per_token, exclude, words, per_unit, exact;
+  if (!PyArg_ParseTuple(args, "KKKiLLKKKKiKiKKpKLKLKKKLLppKLKppLL:mask_tokens", &ids, &output, &labels, &id_size, &rows,
                         &length, &offsets, &key, &row_keys, &attention, &attention_size, &special,
                         &special_size, &units, &thresholds, &per_token, &flags, &vocab_size, &random_ids,
                         &random_count, &threshold, &mask_threshold, &random_threshold, &mask_token_id, &ignore_index,
-                        &exclude))
+                        &exclude, &words, &span_limits, &longest_span, &id_thresholds, &per_unit, &exact, &at_least,
+                        &at_most))
     return nullptr;
   const Batch batch{pointer<void>(ids),
                     writable<void>(output),
@@ -82,21 +84,27 @@ PyObject* mask_tokens(PyObject*, PyObject* args) {
                     random_threshold,
                     mask_token_id,
                     ignore_index,
-                    exclude != 0};
-  bool in_range;
-  std::vector<uint32_t> scratch;
-  try {
-    if (batch.units || batch.threshold_per_token) scratch.resize(static_cast<size_t>((length + 63) / 64 * 64));
-  } catch (const std::bad_alloc&) {
-    return PyErr_NoMemory();
-  }
+                    exclude != 0,
+                    words != 0,
+                    pointer<int64_t>(span_limits),
+                    longest_span,
+                    pointer<int64_t>(id_thresholds),
+                    per_unit != 0,
+                    exact != 0,
+                    at_least,
+                    at_most};
+  bool in_range = false, enough_memory = true;
   Py_BEGIN_ALLOW_THREADS;
   const int64_t bytes = (batch.offsets ? length : rows * length) * id_size;
   expect_writes(batch.output_ids, bytes);
   expect_writes(batch.labels, bytes);
-  in_range = masking_kernels(current).mask_tokens(batch, scratch.data());
+  try {
+    in_range = masking_kernels(current).mask_tokens(batch, Scratch(batch));
+  } catch (const std::bad_alloc&) {
+    enough_memory = false;
+  }
   Py_END_ALLOW_THREADS;
-  return PyBool_FromLong(in_range);
+  return enough_memory ? PyBool_FromLong(in_range) : PyErr_NoMemory();
 }
 
 PyObject* row_keys(PyObject*, PyObject* args) {
@@ -111,6 +119,19 @@ PyObject* row_keys(PyObject*, PyObject* args) {
                     pointer<uint64_t>(weights), rows, length, writable<uint64_t>(keys));
   Py_END_ALLOW_THREADS;
   Py_RETURN_NONE;
+}
+
+PyObject* thresholds(PyObject*, PyObject* args) {
+  unsigned long long rates, out;
+  int wide;
+  long long count;
+  if (!PyArg_ParseTuple(args, "KpLK:thresholds", &rates, &wide, &count, &out)) return nullptr;
+  bool inside;
+  Py_BEGIN_ALLOW_THREADS;
+  inside = wide ? thresholds_of(pointer<double>(rates), count, writable<int64_t>(out))
+                : thresholds_of(pointer<float>(rates), count, writable<int64_t>(out));
+  Py_END_ALLOW_THREADS;
+  return PyBool_FromLong(inside);
 }
 
 PyObject* word_units(PyObject*, PyObject* args) {
@@ -280,6 +301,7 @@ PyObject* select_isa(PyObject*, PyObject* args) {
 PyMethodDef methods[] = {
     {"mask_tokens", mask_tokens, METH_VARARGS, "Mask a batch; returns whether its ids are in range."},
     {"row_keys", row_keys, METH_VARARGS, "The row keys of the draw law, by content."},
+    {"thresholds", thresholds, METH_VARARGS, "Rates to thresholds of draws; returns whether they are in [0, 1]."},
     {"word_units", word_units, METH_VARARGS, "The first token of each token's word; kernels/cpu/words.h has the rule."},
     {"units_fit", units_fit, METH_VARARGS, "Whether no unit starts after its own tokens."},
     {"cross_entropy", cross_entropy, METH_VARARGS, "Losses of rows of logits, which become their gradients."},
