@@ -40,6 +40,11 @@ SEEDS = st.integers(0, (1 << 64) - 1)
 # ---- mask_tokens ----
 
 
+MOST = (1 << 31) - 1
+# exact, at_least and at_most, which need not make sense together
+COUNTS = [(True, 0, MOST), (True, 3, 20), (False, 5, MOST), (False, 0, 9), (False, 0, 0), (True, 40, 2)]
+
+
 @st.composite
 def mask_cases(draw: st.DrawFn) -> dict[str, Any]:
     case = {
@@ -57,6 +62,11 @@ def mask_cases(draw: st.DrawFn) -> dict[str, Any]:
         "row_keys": draw(st.booleans()),
         "threshold": draw(st.sampled_from([0, 1, 644245094, 1 << 31, (1 << 32) - 1, 1 << 32])),
         "split": draw(st.sampled_from([(0, 0), (1, 1), (0.8, 0.9), (0, 1), (0.5, 1), (0.1, 0.1)])),
+        "words": draw(st.booleans()),
+        "spans": draw(st.sampled_from([None, None, 1, 2, 10, 64])),  # the longest
+        "rates_by_id": draw(st.sampled_from([False, False, True])),
+        "per_unit": draw(st.booleans()),
+        "counts": draw(st.sampled_from([(False, 0, MOST), (False, 0, MOST), *COUNTS])),
     }
     if draw(st.booleans()):
         case["offsets"] = [0, *itertools.accumulate(draw(st.lists(LENGTHS, max_size=4)))]
@@ -78,6 +88,7 @@ def check_mask_tokens(case: dict[str, Any]) -> None:
     table = rng.permutation(vocab_size)[: case["table"]] if case["table"] else None
     flags = (rng.random(vocab_size) < 0.2).astype(np.uint8)
     flags[slice(None) if table is None else table] |= 2
+    flags |= rng.choice(np.array([0, 4, 8, 12], np.uint8), vocab_size)  # marks of words
     real = some_flags(rng, size, case["attention_mask"])
     special = some_flags(rng, size, case["special_tokens_mask"])
     thresholds = None
@@ -87,6 +98,11 @@ def check_mask_tokens(case: dict[str, Any]) -> None:
     if case["units"]:  # positions, and where nothing is selectable they may be anything
         anything = rng.choice([-1, length, *INT64], size)
         units = np.where(rng.random(size) < 0.7, rng.integers(0, length + 1, size), anything)
+    spans, id_thresholds = None, None
+    if case["spans"] is not None:
+        spans = rng.choice([0, 1, 1 << 31, (1 << 32) - 1, 1 << 32], case["spans"] - 1)
+    if case["rates_by_id"]:
+        id_thresholds = rng.choice([0, 1, 1 << 31, 1 << 32], vocab_size)
     inputs: Arrays = {
         "ids": ids,
         "offsets": None if offsets is None else np.array(offsets, np.int64),
@@ -97,6 +113,8 @@ def check_mask_tokens(case: dict[str, Any]) -> None:
         "thresholds": thresholds,
         "flags": flags,
         "random_ids": table,
+        "span_limits": spans,
+        "id_thresholds": id_thresholds,
     }
     to_mask, to_random = (round(share * (1 << 32)) for share in case["split"])
     results = []
@@ -113,7 +131,8 @@ def check_mask_tokens(case: dict[str, Any]) -> None:
                 *(at["special_tokens_mask"], itemsize(special), at["units"]),
                 *(at["thresholds"], case["rate"] == "token", at["flags"], vocab_size, at["random_ids"]),
                 *(vocab_size if table is None else len(table), case["threshold"], to_mask, to_random, 0, ignore_index),
-                case["exclude_original"],
+                *(case["exclude_original"], case["words"], at["span_limits"], case["spans"] or 0),
+                *(at["id_thresholds"], case["per_unit"], *case["counts"]),
             )
         assert found == fits
         if in_place and not fits:
@@ -134,6 +153,26 @@ def check_mask_tokens(case: dict[str, Any]) -> None:
     selected = (labels == ids) & selectable
     assert (output[~selected] == ids[~selected]).all()
     assert ((output[selected] >= 0) & (output[selected] < vocab_size)).all()
+    if fits and ignore_index < 0:  # else labels do not tell what is selected
+        check_counts(case, thresholds, selectable, selected, rows)
+
+
+def check_counts(
+    case: dict[str, Any], thresholds: np.ndarray | None, selectable: np.ndarray, selected: np.ndarray, rows: int
+) -> None:
+    """No row has more than it may have, and one of single tokens has exactly what is asked for."""
+    exact, at_least, at_most = case["counts"]
+    ends = case.get("offsets", [r * case.get("length", 0) for r in range(rows + 1)])
+    single = not (case["words"] or case["units"] or case["spans"])
+    for r, (start, end) in enumerate(itertools.pairwise(ends)):
+        n, count = int(selectable[start:end].sum()), int(selected[start:end].sum())
+        assert count <= at_most
+        if not single:
+            continue
+        assert count >= min(at_least, at_most, n)
+        if exact and case["rate"] != "token":
+            limit = case["threshold"] if thresholds is None else int(thresholds[r])
+            assert count == min(max((limit * n + (1 << 31)) >> 32, at_least), at_most, n)
 
 
 # ---- row_keys and word_units ----

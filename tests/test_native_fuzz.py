@@ -59,12 +59,13 @@ def leak_cases() -> dict[str, Callable[[], Any]]:
         with pytest.raises(ZeroDivisionError):
             pack([[1, big, Raises()], good[0]])
 
-    def mask(units: int) -> None:
+    def mask(units: int, longest_span: int = 0, exact: bool = False) -> None:
         assert keep
-        # Units need scratch memory; the ids serve as units.
+        # Units, spans and counts need scratch memory; the ids serve as units and as limits of spans.
         _native.mask_tokens(
             *(at["ids"], at["out"], at["labels"], 8, 1, n, 0, 1, 0, 0, 1, 0, 1, units, 0, False),
             *(at["flags"], n, 0, n, 1 << 31, 1 << 30, 1 << 31, 4, -100, False),
+            *(False, at["ids"], longest_span, 0, exact, exact, 0, (1 << 31) - 1),
         )
 
     def wrong() -> None:
@@ -81,6 +82,7 @@ def leak_cases() -> dict[str, Callable[[], Any]]:
         "pack, raising": raising,
         "mask": lambda: mask(0),
         "mask by units": lambda: mask(at["ids"]),
+        "mask so many by spans": lambda: mask(0, 5, True),
         "row_keys": lambda: _native.row_keys(at["ids"], 8, 0, 1, at["weights"], 2, n // 2, at["out"]),
         "word_units": lambda: _native.word_units(
             *(at["ids"], 8, at["flags"], at["flags"], n, 0, 1, 0, 1, 2, n // 2, at["out"])

@@ -14,7 +14,7 @@ from scipy.stats import chi2, chisquare
 from test_masking_laws import ALPHA, DEVICE, LENGTHS, SPEC, V, padded, ragged
 from torch import Tensor
 
-from fastmlm import MaskingSpec, Selection, available_impls, mask_tokens
+from fastmlm import MaskingSpec, Selection, available_impls, mask_tokens, philox
 
 ROWS = 20_000
 MARKS = (torch.arange(V) % 3 == 0).to(torch.uint8) + 2 * (torch.arange(V) % 7 == 0).to(torch.uint8)
@@ -38,19 +38,22 @@ def test_place_does_not_matter(name: str, impl: str) -> None:
     """A row alone, padded on either side, among other rows or packed has the same masks."""
     rows, keys = ragged()
     call: dict[str, Any] = {"spec": SPEC, "seed": 9, "selection": KINDS[name], "impl": impl}
-    alone = [mask_tokens(row, row_keys=key[None], **call) for row, key in zip(rows, keys, strict=True)]
+    reference = call | {"impl": "reference"}
+    alone = [mask_tokens(row, row_keys=key[None], **reference) for row, key in zip(rows, keys, strict=True)]
     ids, labels = torch.cat([one.input_ids for one in alone]), torch.cat([one.labels for one in alone])
     assert (labels != -100).sum() > 20
     ends = torch.tensor([0, *np.cumsum(LENGTHS)], device=DEVICE)
     packed = mask_tokens(torch.cat(rows), row_keys=keys, cu_seqlens=ends, **call)
     assert torch.equal(packed.input_ids, ids)
     assert torch.equal(packed.labels, labels)
-    for side, width in (("left", 140), ("right", 200)):
+    for side, width in (("left", 131), ("right", 200))[: 1 if impl == "triton" else 2]:  # the interpreter is slow
         wide, real = padded(rows, side, width)
         masked = mask_tokens(wide, row_keys=keys, attention_mask=real, **call)
         assert torch.equal(masked.input_ids[real == 1], ids)
         assert torch.equal(masked.labels[real == 1], labels)
         assert (masked.labels[real == 0] == -100).all()
+        if impl == "triton":
+            continue
         part = mask_tokens(wide[[3, 1]], row_keys=keys[[3, 1]], attention_mask=real[[3, 1]], **call)
         assert torch.equal(part.labels, masked.labels[[3, 1]])
 
@@ -146,6 +149,21 @@ def test_the_k_smallest_draws_are_taken() -> None:
     assert not (smaller & ~larger).any()
     by_chance = mask(row, 4, 0.2)[1]
     assert ((by_chance & ~smaller).any(1) == (by_chance.sum(1) > 6)).all()
+
+
+@pytest.mark.parametrize("impl", [impl for impl in available_impls() if impl != "triton"])  # sorts as the reference
+def test_of_equal_draws_the_first_goes_first(impl: str) -> None:
+    """In so long a row two tokens draw the same 32 bits; as many are selected as to part them."""
+    n, spec = 1 << 17, MaskingSpec(1, 10)
+    draws = philox.draw_rows(torch.tensor([5]), torch.tensor([0]), n, (philox.SELECT,))[0, 0]
+    ordered, order = draws.sort(stable=True)
+    k = int((ordered[1:] == ordered[:-1]).int().argmax()) + 1
+    assert ordered[k] == ordered[k - 1]
+    how = Selection(at_least=k, at_most=k)
+    for p in (0.0, 1.0):
+        labels = mask_tokens(torch.full((n,), 5), spec, seed=5, mlm_probability=p, selection=how, impl=impl).labels
+        expected = torch.zeros(n, dtype=torch.bool).scatter(0, order[:k], True)
+        assert torch.equal(labels != -100, expected)
 
 
 def test_bounds_hold_and_change_nothing_within() -> None:

@@ -50,12 +50,16 @@ def mask_tokens(
     row_keys = None if row_keys is None else row_keys.contiguous()
     if device_seed is not None:
         seed = int(device_seed)
+    segments = rows if cu_seqlens is None else cu_seqlens.numel() - 1
+    per_token = thresholds is not None and thresholds.shape == input_ids.shape
+    if per_token and length == 1 and rows == segments:
+        per_token = False  # one a token is one a row here, which counts go by
     in_range = _native.mask_tokens(
         input_ids.data_ptr(),
         output_ids.data_ptr(),
         labels.data_ptr(),
         input_ids.element_size(),
-        rows if cu_seqlens is None else cu_seqlens.numel() - 1,
+        segments,
         length,
         _address(cu_seqlens),
         seed & 0xFFFFFFFFFFFFFFFF,
@@ -66,7 +70,7 @@ def mask_tokens(
         1 if special_tokens_mask is None else special_tokens_mask.element_size(),
         _address(units),
         _address(thresholds),
-        thresholds is not None and thresholds.shape == input_ids.shape,
+        per_token,
         flags.data_ptr(),
         flags.numel(),
         _address(random_ids),
