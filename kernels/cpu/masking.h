@@ -79,9 +79,14 @@ struct Scratch {
     const bool whole_units = batch.units || batch.words || batch.longest_span;
     make(select, n);
     make(selected, blocks);
+    make(starts, blocks);
+    if (batch.id_thresholds) make(limits, n);
+    if (batch.id_thresholds || batch.threshold_per_token) make(hits, n);
     if (batch.looks_at_all()) {
+      make(flags, n);
+      if (batch.attention_mask.data) make(padding, n);
+      if (batch.special_tokens_mask.data) make(special, n);
       make(selectable, blocks);
-      make(starts, blocks);
     }
     if (whole_units) make(units, n);
     if (batch.action_per_unit) make(action, n);
@@ -91,10 +96,14 @@ struct Scratch {
   }
 
   std::unique_ptr<uint32_t[]> select, action;  // draws
+  std::unique_ptr<int64_t[]> limits;           // of the selection draw, by id
+  std::unique_ptr<uint8_t[]> hits;             // whether the selection draw is below the limit
+  std::unique_ptr<uint8_t[]> flags;            // of the ids
+  std::unique_ptr<uint8_t[]> padding, special;  // whether a mask forbids the token
+  std::unique_ptr<uint64_t[]> selectable, starts, selected;  // bits, a word for 64 positions
   std::unique_ptr<uint32_t[]> units;           // the first position of the unit
   std::unique_ptr<uint32_t[]> sizes;           // by unit: its selectable tokens
   std::unique_ptr<uint64_t[]> keys;            // units in order
-  std::unique_ptr<uint64_t[]> selectable, starts, selected;  // bits, a word for 64 positions
   std::unique_ptr<uint8_t[]> spans;            // by the unit's number: whether a span starts there
 
  private:
