@@ -61,6 +61,8 @@ struct Batch {
   bool counted() const { return exact || at_least_tokens > 0 || at_most_tokens < INT32_MAX; }
   // Whether it matters what every token is, and not only what those are that the draws let through.
   bool looks_at_all() const { return words || longest_span || counted(); }
+  // Whether every selected token becomes the mask token.
+  bool masks_all() const { return mask_threshold >> 32; }
   // Whether each token is its own unit, at one rate a row.
   bool plain() const {
     return !looks_at_all() && !units && !threshold_per_token && !id_thresholds && !action_per_unit;
