@@ -51,7 +51,7 @@ def make_rows(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[dict
 class Setting:
     """One collator after another on the same rows, each made anew as a new run makes it."""
 
-    def __init__(self, ours: bool, tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, Any]]) -> None:
+    def __init__(self, ours: bool, tokenizer: PreTrainedTokenizerFast, rows: Any) -> None:
         self.ours, self.tokenizer, self.rows = ours, tokenizer, rows
 
     def collator(self, epoch: int = 0) -> Collator:
@@ -61,15 +61,18 @@ class Setting:
         made.set_epoch(epoch)
         return made
 
-    def passed(self, collator: Any = None, ranks: int = 1, skipped: int = 0, **changes: Any) -> Pass:
+    def passed(self, collator: Any = None, ranks: int = 1, skipped: int = 0, order: int = 0, **changes: Any) -> Pass:
         """A pass over the data, in batches of 4 without workers unless told otherwise: what became of each row."""
         collator = collator or self.collator()
         found: Pass = {}
         for rank in range(ranks):
             own = collator if ranks == 1 else self.collator()  # each rank is a process with a collator of its own
-            sampler = DistributedSampler(self.rows, ranks, rank, seed=SEED)  # type: ignore[arg-type]
+            sampler: Any = DistributedSampler(self.rows, ranks, rank, seed=SEED + order)
             loader: Any = DataLoader(
-                self.rows, collate_fn=own, sampler=sampler, **{"batch_size": 4, **changes}  # type: ignore[arg-type]
+                self.rows,
+                collate_fn=own,
+                sampler=sampler,
+                **{"batch_size": 4, **changes},
             )
             for batch in skip_first_batches(loader, skipped) if skipped else loader:
                 real = batch["attention_mask"] == 1
@@ -85,14 +88,14 @@ class Setting:
         finally:
             self.tokenizer.padding_side = "right"
 
-    def epochs(self) -> tuple[Pass, Pass]:
+    def epochs(self, shuffled: bool) -> tuple[Pass, Pass]:
         """Two epochs of one run, with workers that start anew in each, as the Trainer's do by default."""
         collator: Any = self.collator()
         passes = []
         for epoch in range(2):
             if self.ours:
                 collator.set_epoch(epoch)
-            passes.append(self.passed(collator, num_workers=2))
+            passes.append(self.passed(collator, num_workers=2, order=epoch * shuffled))
         return passes[0], passes[1]
 
     def evaluations(self) -> tuple[Pass, Pass]:
@@ -110,7 +113,6 @@ def same(one: Pass, other: Pass) -> float:
 def measure(setting: Setting) -> dict[str, float]:
     first = setting.passed()
     assert same(first, setting.passed()) == 100, "a run repeated as it was"
-    first_epoch, second_epoch = setting.epochs()
     return {
         "0 → 2 workers: same": same(first, setting.passed(num_workers=2)),
         "batches of 4 → 7 rows: same": same(first, setting.passed(batch_size=7)),
@@ -118,7 +120,8 @@ def measure(setting: Setting) -> dict[str, float]:
         "1 → 2 ranks: same": same(first, setting.passed(ranks=2)),
         "resumed after 37 of 128 steps: same": same(first, setting.passed(skipped=37)),
         "evaluated twice: same": same(*setting.evaluations()),
-        "first → second epoch, 2 workers: **different**": 100 - same(first_epoch, second_epoch),
+        "next epoch, same order, 2 workers: **different**": 100 - same(*setting.epochs(shuffled=False)),
+        "next epoch, shuffled anew, 2 workers: **different**": 100 - same(*setting.epochs(shuffled=True)),
     }
 
 
