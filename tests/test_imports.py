@@ -14,7 +14,8 @@ PACKAGE, KERNELS = ROOT / "src" / "fastmlm", ROOT / "kernels"
 RANK = {
     "cli": 7, "trainer": 7, "testing": 7,
     "": 6,  # fastmlm itself re-exports
-    "collator": 5, "head": 5, "feeding": 5, "permutation": 5,
+    "collator": 5, "head": 5, "feeding": 5,
+    "permutation": 5, "reuse": 4,
     "padding": 4, "packing": 4, "seeding": 4, "epochs": 4, "hf_random": 4, "collator_check": 4, "planning": 4,  # of the
     "on_device": 4, "head_check": 4, "head_call": 4, "masked_lm_head": 4,  # collator and the head
     "masking": 3, "loss": 3, "metrics": 3, "strategies": 3, "unmasking": 3,
@@ -38,7 +39,7 @@ ALSO = {
 HEAVY = {"transformers", "accelerate", "datasets", "tokenizers", "matplotlib", "rich", "tqdm", "numpy", "safetensors"}
 MAY_LOAD = {
     **dict.fromkeys(["cli", "trainer", "testing", "collator", "epochs", "hf_random", "permutation"], {"torch"} | HEAVY),
-    **{name: {"torch", "numpy"} for name in ("padding", "packing")}, "kernels": {"torch", "triton"},
+    **{name: {"torch", "numpy"} for name in ("padding", "packing", "reuse")}, "kernels": {"torch", "triton"},
     "feeding": {"torch", "numpy", "pyarrow", "datasets"},
 }  # fmt: skip
 

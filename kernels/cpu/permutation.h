@@ -2,9 +2,12 @@
 #pragma once
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <vector>
+
+#if defined(__x86_64__)
+#include <emmintrin.h>
+#endif
 
 #include "masking.h"
 
@@ -69,9 +72,16 @@ struct PermutationBatch {
 
 class Permutation {
  public:
-  explicit Permutation(const PermutationBatch& batch) : batch_(batch) {
-    order_.resize(static_cast<size_t>(batch.length));
-    keys_.reserve(static_cast<size_t>(batch.length));
+  static constexpr int64_t kCached = 1 << 20;  // numbers of a mask
+
+  explicit Permutation(const PermutationBatch& batch)
+      : batch_(batch), past_caches_(batch.rows * batch.length * batch.length >= kCached) {
+    const size_t length = static_cast<size_t>(batch.length);
+    order_.resize(length);
+    keys_.reserve(length);
+    of_others_.resize(length);
+    of_target_.resize(length);
+    unit_.resize(length);
   }
 
   // Returns whether all ids lie in [0, vocab_size); if not, what was written is of no use.
@@ -84,6 +94,9 @@ class Permutation {
       write_tokens(r);
       write_masks(r);
     }
+#if defined(__x86_64__)
+    _mm_sfence();  // before other threads read
+#endif
     return true;
   }
 
@@ -139,27 +152,46 @@ class Permutation {
 
   void write_masks(int64_t r) {
     const int64_t length = batch_.length;
-    const size_t bytes = static_cast<size_t>(length) * sizeof(float);
     float* perm = batch_.perm_mask + r * length * length;
     float* mapping = batch_.target_mapping + r * length * length;
-    const float* of_others = nullptr;  // the row of what is no target is the same for all of them
+    for (int64_t j = 0; j < length; ++j) of_others_[j] = order_[j] >= 0 ? 1.0f : 0.0f;
     for (int64_t i = 0; i < length; ++i) {
-      float* to = perm + i * length;
-      if (order_[i] < 0 && of_others) {
-        std::memcpy(to, of_others, bytes);
-      } else {
-        const int32_t least = std::max(order_[i], 0);
-        for (int64_t j = 0; j < length; ++j) to[j] = order_[j] >= least ? 1.0f : 0.0f;
-        if (order_[i] < 0) of_others = to;
-      }
-      std::memset(mapping + i * length, 0, bytes);
-      mapping[i * length + i] = 1.0f;
+      const int32_t least = order_[i];
+      if (least >= 0)
+        for (int64_t j = 0; j < length; ++j) of_target_[j] = order_[j] >= least ? 1.0f : 0.0f;
+      put(perm + i * length, least >= 0 ? of_target_.data() : of_others_.data());
+      unit_[i] = 1.0f;
+      put(mapping + i * length, unit_.data());
+      unit_[i] = 0.0f;
     }
   }
 
+  // Copies a row of a mask to where it goes.
+  void put(float* to, const float* from) const {
+    const int64_t length = batch_.length;
+#if defined(__x86_64__)
+    if (past_caches_) {
+      const auto one = [&](int64_t j) {
+        int32_t bits;
+        std::memcpy(&bits, from + j, sizeof bits);
+        _mm_stream_si32(reinterpret_cast<int*>(to + j), bits);
+      };
+      int64_t j = 0;
+      for (; j < length && reinterpret_cast<uintptr_t>(to + j) % 16; ++j) one(j);
+      for (; j + 4 <= length; j += 4) _mm_stream_ps(to + j, _mm_loadu_ps(from + j));
+      for (; j < length; ++j) one(j);
+      return;
+    }
+#endif
+    std::memcpy(to, from, static_cast<size_t>(length) * sizeof(float));
+  }
+
   const PermutationBatch& batch_;
+  // Masks that no cache would hold anyway are written without being read into it first: half the traffic.
+  const bool past_caches_;
   std::vector<int32_t> order_;
   std::vector<uint64_t> keys_;
+  std::vector<float> of_others_, of_target_, unit_;  // rows of masks: what is no target, a target, the identity
 };
 
 }  // namespace fastmlm

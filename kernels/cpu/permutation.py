@@ -17,10 +17,11 @@ def permute(
     mask_token_id: int | None,
     probability: float,
     max_span_length: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``fastmlm.permutation.permute``: perm_mask, target_mapping and labels; contiguous, ids int64, masked in place."""
+    perm_mask: Tensor,
+    target_mapping: Tensor,
+) -> Tensor:
+    """Run the kernel; arguments as of ``fastmlm.permutation.permute``, all contiguous."""
     rows, length = input_ids.shape
-    perm_mask, target_mapping = (torch.empty((rows, length, length), device="cpu", dtype=torch.float32) for _ in "pt")
     labels = torch.empty_like(input_ids)
     in_range = _native.permute(
         input_ids.data_ptr(),
@@ -45,4 +46,4 @@ def permute(
     if not in_range:
         lowest, highest = input_ids.aminmax()
         check_ids(int(lowest), int(highest), flags.numel())
-    return perm_mask, target_mapping, labels
+    return labels

@@ -1,7 +1,7 @@
 """Permutation language modelling: the data collator of XLNet, Hugging Face's arguments, masks by the draw law."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -16,6 +16,7 @@ from fastmlm.epochs import TellEpoch
 from fastmlm.masking import row_keys
 from fastmlm.packing import row_lengths
 from fastmlm.padding import pad_rows
+from fastmlm.reuse import Reuse
 from fastmlm.seeding import Keys, distinct
 from fastmlm.spec import SPECIAL, check_ids, integer, probability
 
@@ -37,7 +38,9 @@ def permute(
     mask_token_id: int | None,
     probability: float,
     max_span_length: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+    perm_mask: Tensor,
+    target_mapping: Tensor,
+) -> Tensor:
     """The law of :class:`DataCollatorForPermutationLM` in plain PyTorch, which defines it.
 
     Args:
@@ -48,9 +51,10 @@ def permute(
         flags: (V,) uint8, by id: bit 0 for special tokens.
         mask_token_id: what targets become; None: they stay.
         probability, max_span_length: as the collator has them.
+        perm_mask, target_mapping: (B, S, S) float32, written.
 
     Returns:
-        perm_mask and target_mapping, (B, S, S) float32, and labels, (B, S) int64.
+        the labels, (B, S) int64.
 
     Raises:
         ValueError: ids are outside of the table.
@@ -83,17 +87,17 @@ def permute(
     draws = draws.gather(1, position.clamp(min=0))
     order = torch.where(target, (draws << 31) + position, _NEVER).argsort(1).argsort(1)
     sees = torch.where(target, order, 0)[:, :, None] > order[:, None, :]
-    perm_mask = (target[:, None, :] & ~sees).to(torch.float32)
-    target_mapping = torch.eye(length, device=device).repeat(rows, 1, 1)
+    perm_mask.copy_(target[:, None, :] & ~sees)
+    target_mapping.copy_(torch.eye(length, device=device))
     labels = torch.where(target, input_ids, -100)
     if mask_token_id is not None:
         input_ids.masked_fill_(target, mask_token_id)
-    return perm_mask, target_mapping, labels
+    return labels
 
 
 @dataclass
 class DataCollatorForPermutationLM(DataCollatorForPermutationLanguageModeling):
-    """``transformers.DataCollatorForPermutationLanguageModeling(tokenizer, ...)``: same arguments and outputs, any length.
+    """``transformers.DataCollatorForPermutationLanguageModeling(tokenizer, ...)``: same arguments, order and outputs.
 
     Spans of tokens are targets, which are predicted one after another in a random order (the factorisation): each sees
     the tokens that are no targets and the targets before it, and neither itself nor those after it. Differences to
@@ -152,7 +156,7 @@ class DataCollatorForPermutationLM(DataCollatorForPermutationLanguageModeling):
     packing: ClassVar[bool] = False  # which the callback asks for
 
     def __post_init__(self) -> None:
-        self._keys = Keys()
+        self._keys, self._memory = Keys(), Reuse()
         self._table: tuple[object, Tensor] | None = None
         self._settings()
         if not callable(getattr(self.tokenizer, "get_vocab", None)):
@@ -273,11 +277,15 @@ class DataCollatorForPermutationLM(DataCollatorForPermutationLanguageModeling):
             keys_by_row = row_keys(inputs, masks[0], impl)
             if self.row_key_column is not None:
                 keys_by_row = distinct(keys_by_row, self.row_key_column, columns.get(self.row_key_column))
-        run = permute if impl == "reference" else kernel("cpp", "permutation.permute")
+        run: Callable[..., Tensor] = permute if impl == "reference" else kernel("cpp", "permutation.permute")
         flags, mask_token_id = self._flags().to(inputs.device), self._mask_token_id()
-        perm_mask, target_mapping, labels = run(
-            inputs, key, keys_by_row.contiguous(), *masks, flags, mask_token_id, rate, longest
-        )
+        shape = (*inputs.shape, inputs.shape[1])
+        if inputs.device.type == "cpu":
+            perm_mask, target_mapping = self._memory.empty(*shape), self._memory.empty(*shape)
+        else:
+            perm_mask, target_mapping = torch.empty((2, *shape), dtype=torch.float32, device=inputs.device)
+        settings = (flags, mask_token_id, rate, longest, perm_mask, target_mapping)
+        labels = run(inputs, key, keys_by_row.contiguous(), *masks, *settings)
         return inputs, perm_mask, target_mapping, labels
 
     def _settings(self) -> tuple[int | None, float, int]:
