@@ -118,7 +118,7 @@ def test_the_masks_factorise(tokenizers, make_rows, impl, p) -> None:
         never = torch.isin(plain, torch.tensor(SPECIALS)) | (batch["attention_mask"] == 0)
         start = int((batch["attention_mask"][0] == 0).int().argmin())
         never[0, start + 3 : start + 6] = True
-        assert targets_of(batch).any(1).all()
+        assert targets_of(batch).any()  # short rows may have none
         assert torch.equal(targets_of(batch), ~never) or p < 1, "with 1, all that may be are targets"
         for row in range(len(rows)):
             assert_factorises(batch, row, never)
@@ -300,9 +300,9 @@ def test_xlnet_learns(wordpiece, make_rows) -> None:
 
 def test_through_the_trainer(wordpiece, make_rows, tmp_path: Path) -> None:
     rows = [row | {"text": "left out"} for row in make_rows(wordpiece, 8, 17)]
-    collator = collator_of(wordpiece, None)
+    collator = collator_of(wordpiece, None, plm_probability=0.3)
     arguments = transformers.TrainingArguments(
-        str(tmp_path), use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True, num_train_epochs=3,
+        str(tmp_path), use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True, num_train_epochs=6,
         per_device_train_batch_size=4, logging_steps=1, learning_rate=1e-2, remove_unused_columns=False,
         dataloader_pin_memory=False, eval_strategy="epoch",
     )  # fmt: skip
@@ -310,9 +310,9 @@ def test_through_the_trainer(wordpiece, make_rows, tmp_path: Path) -> None:
     trainer = transformers.Trainer(tiny_xlnet(), arguments, collator, **sets, callbacks=[collator.callback()])
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert len(losses) == 6
-    assert losses[-1] < losses[0]
-    assert equal(collator(rows), collator_of(wordpiece, 2)(rows))  # the last epoch it was told
+    assert len(losses) == 12
+    assert sum(losses[-4:]) < sum(losses[:4])
+    assert equal(collator(rows), collator_of(wordpiece, 5, plm_probability=0.3)(rows))  # the last epoch it was told
 
 
 # ---- What cannot be ----
@@ -392,9 +392,9 @@ def test_members_that_user_code_calls_and_overrides(wordpiece, make_rows) -> Non
     expected, old = collator_of(wordpiece)(rows), Old(wordpiece, seed=3, static=True)
     assert equal(old(rows), expected | {"input_ids": expected["input_ids"] + 1})
     assert np.array_equal(old(rows, return_tensors="np")["labels"], expected["labels"].numpy())
-    inputs = collator_of(wordpiece, mask_inputs=False)(rows)["input_ids"].to(torch.int32).T.contiguous().T
-    before = inputs.clone()
-    made = collator_of(wordpiece).torch_mask_tokens(inputs)
-    assert torch.equal(inputs, before)
-    for tensor, name in zip(made, ("input_ids", "perm_mask", "target_mapping", "labels"), strict=True):
-        assert torch.equal(tensor, expected[name])
+    ids = collator_of(wordpiece, mask_inputs=False)(rows)["input_ids"]
+    for inputs in (ids.clone(), ids.to(torch.int32).T.contiguous().T):
+        made = collator_of(wordpiece).torch_mask_tokens(inputs)
+        assert torch.equal(inputs, ids), "not changed"
+        for tensor, name in zip(made, ("input_ids", "perm_mask", "target_mapping", "labels"), strict=True):
+            assert torch.equal(tensor, expected[name])

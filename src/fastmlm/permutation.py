@@ -73,14 +73,8 @@ def permute(
     if special_tokens_mask is not None:
         selectable &= special_tokens_mask == 0
 
-    # Spans: a context holds at least one token, so no row has more of them than tokens.
     draws = philox.draw_rows(key_tensor, keys_by_row, 2 * length, (philox.SPANS,))[0]
-    size, place = 1 + (draws[:, ::2] * max_span_length >> 32), draws[:, 1::2]
-    context = (size.to(torch.float64) / probability).clamp(max=_LONGEST).to(torch.int64)
-    start = context.cumsum(1) - context + (place * (context - size + 1) >> 32)
-    nearest = (torch.searchsorted(start, position, right=True) - 1).clamp(min=0)
-    from_start = position - start.gather(1, nearest)
-    target = selectable & (from_start >= 0) & (from_start < size.gather(1, nearest))
+    target = selectable & _in_spans(position, draws, probability, max_span_length)
 
     # The order of the targets; all others come before them and see none.
     draws = philox.draw_rows(key_tensor, keys_by_row, length, (philox.PERMUTATIONS,))[0]
@@ -93,6 +87,16 @@ def permute(
     if mask_token_id is not None:
         input_ids.masked_fill_(target, mask_token_id)
     return labels
+
+
+def _in_spans(position: Tensor, draws: Tensor, probability: float, max_span_length: int) -> Tensor:
+    """Whether a span covers each position, (B, S): by 2S draws, for no row has more spans than tokens."""
+    size, place = 1 + (draws[:, ::2] * max_span_length >> 32), draws[:, 1::2]
+    context = (size.to(torch.float64) / probability).clamp(max=_LONGEST).to(torch.int64)
+    start = context.cumsum(1) - context + (place * (context - size + 1) >> 32)
+    nearest = (torch.searchsorted(start, position, right=True) - 1).clamp(min=0)
+    from_start = position - start.gather(1, nearest)
+    return (from_start >= 0) & (from_start < size.gather(1, nearest))
 
 
 @dataclass
