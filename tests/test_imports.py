@@ -15,6 +15,7 @@ RANK = {
     "cli": 7, "trainer": 7, "testing": 7,
     "": 6,  # fastmlm itself re-exports
     "collator": 5, "head": 5, "feeding": 5,
+    "permutation": 5, "reuse": 4,
     "padding": 4, "packing": 4, "seeding": 4, "epochs": 4, "hf_random": 4, "collator_check": 4, "planning": 4,  # of the
     "on_device": 4, "head_check": 4, "head_call": 4, "masked_lm_head": 4,  # collator and the head
     "masking": 3, "loss": 3, "metrics": 3, "strategies": 3, "unmasking": 3,
@@ -37,8 +38,8 @@ ALSO = {
 # Beside the standard library. Names under ``if TYPE_CHECKING`` cost nothing and are free.
 HEAVY = {"transformers", "accelerate", "datasets", "tokenizers", "matplotlib", "rich", "tqdm", "numpy", "safetensors"}
 MAY_LOAD = {
-    **dict.fromkeys(["cli", "trainer", "testing", "collator", "epochs", "hf_random"], {"torch"} | HEAVY),
-    **{name: {"torch", "numpy"} for name in ("padding", "packing")}, "kernels": {"torch", "triton"},
+    **dict.fromkeys(["cli", "trainer", "testing", "collator", "epochs", "hf_random", "permutation"], {"torch"} | HEAVY),
+    **{name: {"torch", "numpy"} for name in ("padding", "packing", "reuse")}, "kernels": {"torch", "triton"},
     "feeding": {"torch", "numpy", "pyarrow", "datasets"},
 }  # fmt: skip
 
@@ -116,6 +117,7 @@ def fresh(code: str) -> list[str]:
 
 PUBLIC = [
     "DataCollatorForMaskedLM",
+    "DataCollatorForPermutationLM",
     "MaskOnDevice",
     "MaskedAccuracy",
     "MaskedLMHead",
@@ -151,7 +153,7 @@ def test_import_loads_torch_alone() -> None:
     )
     assert lines[0] == ""
     loaded = lines[1].split()
-    lazy = ("collator", "epochs", "on_device", "padding", "packing", "hf_random", "cli", "trainer")
+    lazy = ("collator", "permutation", "epochs", "on_device", "padding", "packing", "hf_random", "cli", "trainer")
     assert not [m for m in loaded if m.split(".")[1] in lazy], loaded
     assert not [m for m in loaded if m.startswith("fastmlm.kernels.")], loaded
     assert lines[2] == "", "masking CPU tensors needs torch alone"

@@ -18,6 +18,7 @@
 #include "lists.h"
 #include "masking.h"
 #include "pack.h"
+#include "permutation.h"
 #include "rates.h"
 #include "words.h"
 
@@ -255,6 +256,43 @@ PyObject* round_sums(PyObject*, PyObject* args) {
   return without_gil([&] { round_to_high(sums, threads, current); });
 }
 
+PyObject* permute(PyObject*, PyObject* args) {
+  unsigned long long ids, labels, perm_mask, target_mapping, key, row_keys, attention, special, flags;
+  long long rows, length, vocab_size, mask_token_id, max_span_length;
+  int attention_size, special_size, mask_inputs;
+  double probability;
+  if (!PyArg_ParseTuple(args, "KKKKLLKKKiKiKLLpdL:permute", &ids, &labels, &perm_mask, &target_mapping, &rows, &length,
+                        &key, &row_keys, &attention, &attention_size, &special, &special_size, &flags, &vocab_size,
+                        &mask_token_id, &mask_inputs, &probability, &max_span_length))
+    return nullptr;
+  const PermutationBatch batch{writable<int64_t>(ids),
+                               writable<int64_t>(labels),
+                               writable<float>(perm_mask),
+                               writable<float>(target_mapping),
+                               rows,
+                               length,
+                               key,
+                               pointer<uint64_t>(row_keys),
+                               {pointer<uint8_t>(attention), attention_size},
+                               {pointer<uint8_t>(special), special_size},
+                               pointer<uint8_t>(flags),
+                               static_cast<uint64_t>(vocab_size),
+                               mask_token_id,
+                               mask_inputs != 0,
+                               probability,
+                               max_span_length};
+  bool in_range = false;
+  PyObject* done = without_gil([&] {
+    const int64_t bytes = rows * length * length * static_cast<int64_t>(sizeof(float));
+    expect_writes(batch.perm_mask, bytes);
+    expect_writes(batch.target_mapping, bytes);
+    in_range = Permutation(batch).run();
+  });
+  if (!done) return nullptr;
+  Py_DECREF(done);
+  return PyBool_FromLong(in_range);
+}
+
 PyObject* pack_rows(PyObject*, PyObject* args) {
   PyObject *column, *lengths;
   unsigned long long out;
@@ -340,6 +378,7 @@ PyMethodDef methods[] = {
     {"cross_entropy", cross_entropy, METH_VARARGS, "Losses of rows of logits, which become their gradients."},
     {"add_to_sums", add_to_sums, METH_VARARGS, "Add bfloat16 numbers to sums of 24 bits."},
     {"round_sums", round_sums, METH_VARARGS, "Round sums of 24 bits to bfloat16, where their high parts are."},
+    {"permute", permute, METH_VARARGS, "Targets, labels and masks of permutation language modelling."},
     {"pack_rows", pack_rows, METH_VARARGS, "Lists of ints into a padded int64 array."},
     {"list_lengths", list_lengths, METH_VARARGS, "Lengths of rows of an Arrow list column; kernels/cpu/lists.h."},
     {"gather_lists", gather_lists, METH_VARARGS, "Rows of an Arrow list column into a padded int64 array."},

@@ -26,10 +26,12 @@ if TYPE_CHECKING:
     from fastmlm.collator import DataCollatorForMaskedLM as DataCollatorForMaskedLM
     from fastmlm.head import densify as densify, sparsify as sparsify
     from fastmlm.on_device import mask_batches as mask_batches
+    from fastmlm.permutation import DataCollatorForPermutationLM as DataCollatorForPermutationLM
     from fastmlm.trainer import MaskedLMTrainer as MaskedLMTrainer, MaskOnDevice as MaskOnDevice
 
 __all__ = [
     "DataCollatorForMaskedLM",
+    "DataCollatorForPermutationLM",
     "MaskOnDevice",
     "MaskedAccuracy",
     "MaskedLMHead",
@@ -55,6 +57,7 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "DataCollatorForMaskedLM": "fastmlm.collator",
+    "DataCollatorForPermutationLM": "fastmlm.permutation",
     "MaskedLMTrainer": "fastmlm.trainer",
     "MaskOnDevice": "fastmlm.trainer",
     "densify": "fastmlm.head",
