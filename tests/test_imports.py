@@ -17,7 +17,7 @@ RANK = {
     "collator": 5, "head": 5, "feeding": 5,
     "padding": 4, "packing": 4, "seeding": 4, "epochs": 4, "hf_random": 4, "collator_check": 4, "planning": 4,  # of the
     "on_device": 4, "head_check": 4, "head_call": 4, "masked_lm_head": 4,  # collator and the head
-    "masking": 3, "loss": 3, "metrics": 3, "strategies": 3, "unmasking": 3,
+    "masking": 3, "loss": 3, "metrics": 3, "strategies": 3, "unmasking": 3, "sampling": 3,
     "dispatch": 2, "_ops": 2, "reference": 2,
     "selection_spec": 1, "rows": 1, "units": 1,  # what the reference shares with what runs before a kernel
     "spec": 0, "philox": 0, "chunked": 0, "selection": 0, "schedules": 1,
@@ -27,6 +27,7 @@ RANK = {
 ALSO = {
     ("_ops", "dispatch"),
     ("metrics", "loss"),
+    ("sampling", "masking"),
     ("on_device", "packing"),
     ("epochs", "packing"),
     ("on_device", "planning"),
@@ -122,6 +123,7 @@ PUBLIC = [
     "MaskedTokens",
     "MaskingSpec",
     "Overflow",
+    "ReplacedTokens",
     "SelectedRows",
     "Selection",
     "advance_seed",
@@ -131,7 +133,9 @@ PUBLIC = [
     "mask_batches",
     "mask_tokens",
     "masked_accuracy",
+    "replace_tokens",
     "row_capacity",
+    "sample_tokens",
     "select_rows",
     "sparsify",
     "unmask",

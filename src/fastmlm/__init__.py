@@ -12,6 +12,11 @@ from fastmlm.loss import linear_cross_entropy as linear_cross_entropy, masked_ac
 from fastmlm.masked_lm_head import MaskedLMHead as MaskedLMHead
 from fastmlm.masking import MaskedTokens as MaskedTokens, advance_seed as advance_seed, mask_tokens as mask_tokens
 from fastmlm.metrics import MaskedAccuracy as MaskedAccuracy
+from fastmlm.sampling import (
+    ReplacedTokens as ReplacedTokens,
+    replace_tokens as replace_tokens,
+    sample_tokens as sample_tokens,
+)
 from fastmlm.selection import (
     Overflow as Overflow,
     SelectedRows as SelectedRows,
@@ -37,6 +42,7 @@ __all__ = [
     "MaskedTokens",
     "MaskingSpec",
     "Overflow",
+    "ReplacedTokens",
     "SelectedRows",
     "Selection",
     "advance_seed",
@@ -46,7 +52,9 @@ __all__ = [
     "mask_batches",
     "mask_tokens",
     "masked_accuracy",
+    "replace_tokens",
     "row_capacity",
+    "sample_tokens",
     "select_rows",
     "sparsify",
     "unmask",

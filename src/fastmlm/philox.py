@@ -16,7 +16,7 @@ Streams ``t`` (a new use of randomness takes a new number here):
 1     action (mask, random or keep) and the random id
 2     the random id where an action covers a whole unit
 3     spans: draw j is the length of the row's span j
-4     Gumbel noise
+4     Gumbel noise: draw v is that of the id v
 5     permutations
 6     rates per row
 ====  =================================================
@@ -27,7 +27,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-SELECT, ACTION, UNIT_ID, SPANS, RATES = 0, 1, 2, 3, 6  # streams
+SELECT, ACTION, UNIT_ID, SPANS, GUMBEL, RATES = 0, 1, 2, 3, 4, 6  # streams
 
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: splitmix64's increment
 MIX_1, MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # splitmix64's finaliser
