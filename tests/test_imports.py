@@ -14,6 +14,7 @@ PACKAGE, KERNELS = ROOT / "src" / "fastmlm", ROOT / "kernels"
 RANK = {
     "cli": 7, "trainer": 7, "testing": 7,
     "": 6,  # fastmlm itself re-exports
+    "electra": 6,
     "collator": 5, "head": 5, "feeding": 5,
     "padding": 4, "packing": 4, "seeding": 4, "epochs": 4, "hf_random": 4, "collator_check": 4, "planning": 4,  # of the
     "on_device": 4, "head_check": 4, "head_call": 4, "masked_lm_head": 4,  # collator and the head
@@ -38,7 +39,7 @@ ALSO = {
 # Beside the standard library. Names under ``if TYPE_CHECKING`` cost nothing and are free.
 HEAVY = {"transformers", "accelerate", "datasets", "tokenizers", "matplotlib", "rich", "tqdm", "numpy", "safetensors"}
 MAY_LOAD = {
-    **dict.fromkeys(["cli", "trainer", "testing", "collator", "epochs", "hf_random"], {"torch"} | HEAVY),
+    **dict.fromkeys(["cli", "trainer", "testing", "collator", "epochs", "hf_random", "electra"], {"torch"} | HEAVY),
     **{name: {"torch", "numpy"} for name in ("padding", "packing")}, "kernels": {"torch", "triton"},
     "feeding": {"torch", "numpy", "pyarrow", "datasets"},
 }  # fmt: skip
@@ -123,6 +124,7 @@ PUBLIC = [
     "MaskedTokens",
     "MaskingSpec",
     "Overflow",
+    "ReplacedTokenDetection",
     "ReplacedTokens",
     "SelectedRows",
     "Selection",
@@ -155,7 +157,7 @@ def test_import_loads_torch_alone() -> None:
     )
     assert lines[0] == ""
     loaded = lines[1].split()
-    lazy = ("collator", "epochs", "on_device", "padding", "packing", "hf_random", "cli", "trainer")
+    lazy = ("collator", "electra", "epochs", "on_device", "padding", "packing", "hf_random", "cli", "trainer")
     assert not [m for m in loaded if m.split(".")[1] in lazy], loaded
     assert not [m for m in loaded if m.startswith("fastmlm.kernels.")], loaded
     assert lines[2] == "", "masking CPU tensors needs torch alone"

@@ -29,6 +29,7 @@ from fastmlm.unmasking import unmask as unmask
 
 if TYPE_CHECKING:
     from fastmlm.collator import DataCollatorForMaskedLM as DataCollatorForMaskedLM
+    from fastmlm.electra import ReplacedTokenDetection as ReplacedTokenDetection
     from fastmlm.head import densify as densify, sparsify as sparsify
     from fastmlm.on_device import mask_batches as mask_batches
     from fastmlm.trainer import MaskedLMTrainer as MaskedLMTrainer, MaskOnDevice as MaskOnDevice
@@ -42,6 +43,7 @@ __all__ = [
     "MaskedTokens",
     "MaskingSpec",
     "Overflow",
+    "ReplacedTokenDetection",
     "ReplacedTokens",
     "SelectedRows",
     "Selection",
@@ -65,6 +67,7 @@ _LAZY = {
     "DataCollatorForMaskedLM": "fastmlm.collator",
     "MaskedLMTrainer": "fastmlm.trainer",
     "MaskOnDevice": "fastmlm.trainer",
+    "ReplacedTokenDetection": "fastmlm.electra",
     "densify": "fastmlm.head",
     "mask_batches": "fastmlm.on_device",
     "sparsify": "fastmlm.head",
