@@ -14,11 +14,12 @@ PACKAGE, KERNELS = ROOT / "src" / "fastmlm", ROOT / "kernels"
 RANK = {
     "cli": 7, "trainer": 7, "testing": 7,
     "": 6,  # fastmlm itself re-exports
+    "electra": 6,
     "collator": 5, "head": 5, "feeding": 5,
     "permutation": 5, "reuse": 4,
     "padding": 4, "packing": 4, "seeding": 4, "epochs": 4, "hf_random": 4, "collator_check": 4, "planning": 4,  # of the
     "on_device": 4, "head_check": 4, "head_call": 4, "masked_lm_head": 4,  # collator and the head
-    "masking": 3, "loss": 3, "metrics": 3, "strategies": 3, "unmasking": 3,
+    "masking": 3, "loss": 3, "metrics": 3, "strategies": 3, "unmasking": 3, "sampling": 3,
     "dispatch": 2, "_ops": 2, "reference": 2,
     "selection_spec": 1, "rows": 1, "units": 1,  # what the reference shares with what runs before a kernel
     "spec": 0, "philox": 0, "chunked": 0, "selection": 0, "schedules": 1,
@@ -28,6 +29,7 @@ RANK = {
 ALSO = {
     ("_ops", "dispatch"),
     ("metrics", "loss"),
+    ("sampling", "masking"),
     ("on_device", "packing"),
     ("epochs", "packing"),
     ("on_device", "planning"),
@@ -38,7 +40,8 @@ ALSO = {
 # Beside the standard library. Names under ``if TYPE_CHECKING`` cost nothing and are free.
 HEAVY = {"transformers", "accelerate", "datasets", "tokenizers", "matplotlib", "rich", "tqdm", "numpy", "safetensors"}
 MAY_LOAD = {
-    **dict.fromkeys(["cli", "trainer", "testing", "collator", "epochs", "hf_random", "permutation"], {"torch"} | HEAVY),
+    **dict.fromkeys(["cli", "trainer", "testing", "collator", "epochs", "hf_random"], {"torch"} | HEAVY),
+    **dict.fromkeys(["permutation", "electra"], {"torch"} | HEAVY),
     **{name: {"torch", "numpy"} for name in ("padding", "packing", "reuse")}, "kernels": {"torch", "triton"},
     "feeding": {"torch", "numpy", "pyarrow", "datasets"},
 }  # fmt: skip
@@ -124,6 +127,8 @@ PUBLIC = [
     "MaskedTokens",
     "MaskingSpec",
     "Overflow",
+    "ReplacedTokenDetection",
+    "ReplacedTokens",
     "SelectedRows",
     "Selection",
     "advance_seed",
@@ -133,7 +138,9 @@ PUBLIC = [
     "mask_batches",
     "mask_tokens",
     "masked_accuracy",
+    "replace_tokens",
     "row_capacity",
+    "sample_tokens",
     "select_rows",
     "sparsify",
     "unmask",
@@ -153,7 +160,8 @@ def test_import_loads_torch_alone() -> None:
     )
     assert lines[0] == ""
     loaded = lines[1].split()
-    lazy = ("collator", "permutation", "epochs", "on_device", "padding", "packing", "hf_random", "cli", "trainer")
+    lazy = ("collator", "permutation", "electra", "epochs", "on_device", "padding", "packing", "hf_random", "cli")
+    lazy = (*lazy, "trainer")
     assert not [m for m in loaded if m.split(".")[1] in lazy], loaded
     assert not [m for m in loaded if m.startswith("fastmlm.kernels.")], loaded
     assert lines[2] == "", "masking CPU tensors needs torch alone"

@@ -20,6 +20,7 @@
 #include "pack.h"
 #include "permutation.h"
 #include "rates.h"
+#include "sampling.h"
 #include "words.h"
 
 namespace fastmlm {
@@ -293,6 +294,20 @@ PyObject* permute(PyObject*, PyObject* args) {
   return PyBool_FromLong(in_range);
 }
 
+PyObject* sample_tokens(PyObject*, PyObject* args) {
+  unsigned long long data, key, row_keys, tokens;
+  long long rows, vocab_size, stride;
+  float scale;
+  int half, threads;
+  if (!PyArg_ParseTuple(args, "KpLLLKKfKi:sample_tokens", &data, &half, &rows, &vocab_size, &stride, &key, &row_keys,
+                        &scale, &tokens, &threads))
+    return nullptr;
+  const SampledLogits logits{pointer<void>(data), half != 0, rows,  vocab_size,
+                             stride,              key,       pointer<uint64_t>(row_keys),
+                             scale,               writable<int64_t>(tokens)};
+  return without_gil([&] { fastmlm::sample_tokens(logits, threads, current); });
+}
+
 PyObject* pack_rows(PyObject*, PyObject* args) {
   PyObject *column, *lengths;
   unsigned long long out;
@@ -379,6 +394,7 @@ PyMethodDef methods[] = {
     {"add_to_sums", add_to_sums, METH_VARARGS, "Add bfloat16 numbers to sums of 24 bits."},
     {"round_sums", round_sums, METH_VARARGS, "Round sums of 24 bits to bfloat16, where their high parts are."},
     {"permute", permute, METH_VARARGS, "Targets, labels and masks of permutation language modelling."},
+    {"sample_tokens", sample_tokens, METH_VARARGS, "One sample of the softmax of each row of logits."},
     {"pack_rows", pack_rows, METH_VARARGS, "Lists of ints into a padded int64 array."},
     {"list_lengths", list_lengths, METH_VARARGS, "Lengths of rows of an Arrow list column; kernels/cpu/lists.h."},
     {"gather_lists", gather_lists, METH_VARARGS, "Rows of an Arrow list column into a padded int64 array."},

@@ -12,6 +12,11 @@ from fastmlm.loss import linear_cross_entropy as linear_cross_entropy, masked_ac
 from fastmlm.masked_lm_head import MaskedLMHead as MaskedLMHead
 from fastmlm.masking import MaskedTokens as MaskedTokens, advance_seed as advance_seed, mask_tokens as mask_tokens
 from fastmlm.metrics import MaskedAccuracy as MaskedAccuracy
+from fastmlm.sampling import (
+    ReplacedTokens as ReplacedTokens,
+    replace_tokens as replace_tokens,
+    sample_tokens as sample_tokens,
+)
 from fastmlm.selection import (
     Overflow as Overflow,
     SelectedRows as SelectedRows,
@@ -24,6 +29,7 @@ from fastmlm.unmasking import unmask as unmask
 
 if TYPE_CHECKING:
     from fastmlm.collator import DataCollatorForMaskedLM as DataCollatorForMaskedLM
+    from fastmlm.electra import ReplacedTokenDetection as ReplacedTokenDetection
     from fastmlm.head import densify as densify, sparsify as sparsify
     from fastmlm.on_device import mask_batches as mask_batches
     from fastmlm.permutation import DataCollatorForPermutationLM as DataCollatorForPermutationLM
@@ -39,6 +45,8 @@ __all__ = [
     "MaskedTokens",
     "MaskingSpec",
     "Overflow",
+    "ReplacedTokenDetection",
+    "ReplacedTokens",
     "SelectedRows",
     "Selection",
     "advance_seed",
@@ -48,7 +56,9 @@ __all__ = [
     "mask_batches",
     "mask_tokens",
     "masked_accuracy",
+    "replace_tokens",
     "row_capacity",
+    "sample_tokens",
     "select_rows",
     "sparsify",
     "unmask",
@@ -60,6 +70,7 @@ _LAZY = {
     "DataCollatorForPermutationLM": "fastmlm.permutation",
     "MaskedLMTrainer": "fastmlm.trainer",
     "MaskOnDevice": "fastmlm.trainer",
+    "ReplacedTokenDetection": "fastmlm.electra",
     "densify": "fastmlm.head",
     "mask_batches": "fastmlm.on_device",
     "sparsify": "fastmlm.head",

@@ -44,9 +44,16 @@ _library.define(
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
+# logits (N, V), V > 0, float32, float16 or bfloat16; row_keys (N,) int64, contiguous; seeds as above. Gives (N,) int64.
+_library.define(
+    "sample_tokens(Tensor logits, SymInt seed, Tensor? device_seed, Tensor row_keys, float temperature, str impl) "
+    "-> Tensor"
+)
+
 mask_tokens = torch.ops.fastmlm.mask_tokens.default
 mask_tokens_out = torch.ops.fastmlm.mask_tokens.out
 linear_cross_entropy = torch.ops.fastmlm.linear_cross_entropy.default
+sample_tokens = torch.ops.fastmlm.sample_tokens.default
 
 
 def _mask_tokens_out(input_ids: Tensor, *arguments: Any, output_ids: Tensor, labels: Tensor) -> None:
@@ -94,6 +101,17 @@ def _linear_cross_entropy_fake(
     )
 
 
+def _sample_tokens(logits: Tensor, *arguments: Any) -> Tensor:
+    *rest, impl = arguments
+    return kernel(resolve(impl or None, logits.device), "sampling.sample_tokens")(logits, *rest)
+
+
+def _sample_tokens_fake(logits: Tensor, *arguments: Any) -> Tensor:
+    return logits.new_empty(len(logits), dtype=torch.int64)
+
+
+_library.impl("sample_tokens", _sample_tokens, "CompositeExplicitAutograd")
+torch.library.register_fake("fastmlm::sample_tokens", _sample_tokens_fake, lib=_library)
 _library.impl("linear_cross_entropy", _linear_cross_entropy, "CompositeExplicitAutograd")
 torch.library.register_fake("fastmlm::linear_cross_entropy", _linear_cross_entropy_fake, lib=_library)
 _library.impl("mask_tokens", _mask_tokens, "CompositeExplicitAutograd")  # on any device

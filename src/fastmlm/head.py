@@ -269,6 +269,15 @@ def is_sparse(model: nn.Module) -> bool:
     return hasattr(_unwrap(model), "_fastmlm_sparse")
 
 
+def hand_out_logits(model: nn.Module) -> None:
+    """From now on a sparse model's sparse calls give the logits of the selected rows, (1, K, V), in training too.
+
+    Its loss is then that of these logits. `densify` undoes this as well.
+    """
+    inner = _unwrap(model)
+    inner._fastmlm_sparse = dataclasses.replace(inner._fastmlm_sparse, fused=False)
+
+
 def _unwrap(model: Any) -> Any:
     """The model inside what torch.compile, data parallelism and PEFT put around it, where hooks find base and head."""
     peft = sys.modules.get("peft")

@@ -80,7 +80,7 @@ def mask_tokens(
     """
     ids = _check_ids(input_ids, spec)
     rows, cu_seqlens = _check_packing(cu_seqlens, input_ids)
-    seed_int, seed_tensor = _check_seed(seed, ids.device)
+    seed_int, seed_tensor = check_seed(seed, ids.device)
     row_keys = _check_row_keys(row_keys, rows, ids.device)
     attention_mask = _check_like("attention_mask", attention_mask, input_ids)
     special_tokens_mask = _check_like("special_tokens_mask", special_tokens_mask, input_ids)
@@ -194,7 +194,7 @@ def _check_packing(cu_seqlens: Tensor | None, input_ids: Tensor) -> tuple[int, T
     return cu_seqlens.numel() - 1, cu_seqlens.contiguous()
 
 
-def _check_seed(seed: int | Tensor, device: torch.device) -> tuple[int, Tensor | None]:
+def check_seed(seed: int | Tensor, device: torch.device) -> tuple[int, Tensor | None]:
     if isinstance(seed, Tensor):
         if seed.dtype != torch.int64 or seed.numel() != 1 or seed.device != device:
             raise TypeError(f"seed: expected an int64 tensor of one element on {device}, got {_describe(seed)}")

@@ -17,7 +17,7 @@ Streams ``t`` (a new use of randomness takes a new number here):
 2     the random id where an action covers a whole unit
 3     spans: draw j is the length of the row's span j; for
       permutations, draws 2j and 2j + 1 its length and start
-4     Gumbel noise
+4     Gumbel noise: draw v is that of the id v
 5     permutations
 6     rates per row
 ====  =================================================
@@ -28,7 +28,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-SELECT, ACTION, UNIT_ID, SPANS, PERMUTATIONS, RATES = 0, 1, 2, 3, 5, 6  # streams
+# Streams.
+SELECT, ACTION, UNIT_ID, SPANS, GUMBEL, PERMUTATIONS, RATES = 0, 1, 2, 3, 4, 5, 6
 
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: splitmix64's increment
 MIX_1, MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # splitmix64's finaliser

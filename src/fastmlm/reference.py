@@ -10,6 +10,7 @@ from fastmlm.spec import RANDOM
 from fastmlm.units import How, select
 
 _LOW32 = 0xFFFFFFFF
+_AT_ONCE = 1 << 20  # logits, whose draws take some hundred bytes each on their way
 
 
 def mask_tokens(
@@ -86,3 +87,23 @@ def _random_ids(
     random_id = look_up(multiplier)
     last = count - 1 if random_ids is None else random_ids[count - 1]
     return torch.where(random_id == ids, last, random_id), ~in_table | (count > 1)
+
+
+def sample_tokens(
+    logits: Tensor, seed: int, device_seed: Tensor | None, row_keys: Tensor, temperature: float
+) -> Tensor:
+    """One sample of each row; arguments as :func:`fastmlm._ops.sample_tokens` describes them."""
+    key = row_keys.new_full((1,), seed) if device_seed is None else device_seed
+    at_once = max(_AT_ONCE // max(logits.shape[1], 1), 1)
+    parts = zip(logits.split(at_once), row_keys.split(at_once), strict=True)
+    return torch.cat([_sample(part, key, keys, 1 / temperature) for part, keys in parts])
+
+
+def _sample(logits: Tensor, key: Tensor, row_keys: Tensor, scale: float) -> Tensor:
+    draw = philox.draw_rows(key, row_keys, logits.shape[1], (philox.GUMBEL,))[0]
+    # x and 1 - x, the smaller of which float32 has with all its digits, and E = -log(1 - x) from that one.
+    upper = draw > _LOW32 // 2
+    x = torch.where(upper, _LOW32 - draw, draw).float().add_(0.5).mul_(2.0**-32)
+    exponential = torch.where(upper, -x.log(), -torch.log1p(-x))
+    score, token = (logits.float() * scale - exponential.log()).max(1)
+    return torch.where(score.isfinite(), token, -1)
