@@ -19,6 +19,8 @@ Streams ``t`` (a new use of randomness takes a new number here):
 4     Gumbel noise
 5     permutations
 6     rates per row
+7     modes: who sees whom in a row
+8     hybrid objective: which tokens go one by one
 ====  =================================================
 """
 
@@ -27,7 +29,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-SELECT, ACTION, UNIT_ID, SPANS, RATES = 0, 1, 2, 3, 6  # streams
+SELECT, ACTION, UNIT_ID, SPANS, RATES, MODES, HALVES = 0, 1, 2, 3, 6, 7, 8  # streams
 
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: splitmix64's increment
 MIX_1, MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # splitmix64's finaliser
