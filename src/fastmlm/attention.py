@@ -27,7 +27,8 @@ def attention_masks(
         prefix_lengths: (B,) integers, how many tokens, special ones included, the source of each row has, counted from
             its first real one; of rows in mode 1 alone. None: no row is in mode 1.
         dtype: ``torch.bool``: True where q sees k, for ``scaled_dot_product_attention``. Of floating point: 0 there and
-            the lowest number elsewhere, to be added to scores; transformers' ``"eager"`` adds bools too, as 0 and 1.
+            the lowest number elsewhere, to be added to scores of that dtype; transformers' ``"eager"`` attention adds
+            bools as well, as 0 and 1, and says nothing.
 
     Returns:
         (B, 1, S, S), [b, 0, q, k].

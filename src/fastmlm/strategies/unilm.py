@@ -34,8 +34,9 @@ class UniLM(Strategy):
         bidirectional, seq2seq, left_to_right, right_to_left: the share of the rows in each mode; they sum to 1.
         prefix: which tokens are the source of rows in mode seq2seq: ``"token_type_ids"``, all before the first one of
             segment 1 (in a row without one, all); or a column of how many, special ones included.
-        mask_dtype: of the attention masks, which are added to scores: the model's, if its weights are narrower than
-            float32 and attention is ``"eager"``. ``torch.bool`` takes a quarter of the bytes, for ``"sdpa"`` alone.
+        mask_dtype: of the attention masks, which are added to scores: that of the model's weights, of others of which
+            attention refuses some, and reads some wrongly (PyTorch 2.13, float32 beside float64, on CPUs). Autocast
+            takes float32. ``torch.bool`` takes a quarter of the bytes, and is for ``"sdpa"`` alone.
 
     Law: the mode is ``#{m < 3 : draw_7(0) >= T(sum of the shares up to m)}`` of the row, in the order of the arguments.
 
