@@ -21,7 +21,7 @@ RANK = {
     "on_device": 4, "head_check": 4, "head_call": 4, "masked_lm_head": 4,  # collator and the head
     "masking": 3, "loss": 3, "metrics": 3, "strategies": 3, "unmasking": 3, "sampling": 3,
     "dispatch": 2, "_ops": 2, "reference": 2,
-    "selection_spec": 1, "rows": 1, "units": 1,  # what the reference shares with what runs before a kernel
+    "selection_spec": 1, "rows": 1, "attention": 1, "units": 1,  # what the reference shares with what runs before it
     "spec": 0, "philox": 0, "chunked": 0, "selection": 0, "schedules": 1,
     "kernels": 2,
 }  # fmt: skip
@@ -132,6 +132,7 @@ PUBLIC = [
     "SelectedRows",
     "Selection",
     "advance_seed",
+    "attention_masks",
     "available_impls",
     "densify",
     "linear_cross_entropy",

@@ -7,6 +7,7 @@ and the trainer need transformers, the sparse head the compiler of torch.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from fastmlm.attention import attention_masks as attention_masks
 from fastmlm.dispatch import available_impls as available_impls
 from fastmlm.loss import linear_cross_entropy as linear_cross_entropy, masked_accuracy as masked_accuracy
 from fastmlm.masked_lm_head import MaskedLMHead as MaskedLMHead
@@ -50,6 +51,7 @@ __all__ = [
     "SelectedRows",
     "Selection",
     "advance_seed",
+    "attention_masks",
     "available_impls",
     "densify",
     "linear_cross_entropy",

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import BatchEncoding, TrainerCallback
 
 from fastmlm import on_device, packing as _packing
-from fastmlm.collator_check import check_arguments, warn_of_many_specials
+from fastmlm.collator_check import check_arguments, check_arrangement, warn_of_many_specials
 from fastmlm.dispatch import resolve
 from fastmlm.epochs import TellEpoch
 from fastmlm.hf_random import HuggingFaceRandom
@@ -127,6 +127,7 @@ class DataCollatorForMaskedLM(Planner, HuggingFaceRandom):
             return
         self.generator: Any = None
         self.selection()  # whose strategies may contradict one another
+        check_arrangement(self)
         if self._has_default_random_words and self.spec.random_replace_prob > 0:
             warn_of_many_specials(self.spec)
 
@@ -186,6 +187,7 @@ class DataCollatorForMaskedLM(Planner, HuggingFaceRandom):
 
     def numpy_call(self, examples: Sequence[Any]) -> Any:
         """Collate to arrays."""
+        check_arrangement(self, "np")
         return self._collate(examples, self.numpy_mask_tokens, np.where, lambda column: column.numpy())
 
     def torch_mask_tokens(
@@ -265,9 +267,10 @@ class DataCollatorForMaskedLM(Planner, HuggingFaceRandom):
         return padded, attention
 
     def _take_out(self, columns: dict[str, Any]) -> dict[str, Any]:
-        """The columns that masks depend on and models do not know, out of all columns."""
+        """The columns that masks depend on; out of all columns, if models do not know them."""
         names = (self.row_key_column, *self.strategies.columns)
-        return {name: columns.pop(name) for name in names if name is not None and name in columns}
+        taken = {name: columns.pop(name) for name in names if name is not None and name in columns}
+        return taken | {name: columns[name] for name in self.strategies.reads if name in columns}
 
     def _ship(self, examples: Sequence[Any]) -> Any:
         """Collate to what the device needs to mask the batch itself."""
@@ -313,6 +316,7 @@ class DataCollatorForMaskedLM(Planner, HuggingFaceRandom):
                     _running.reset(token)
             batch |= {name: convert(column) for name, column in running.added.items()}
             batch["input_ids"], batch["labels"] = masked
+            batch = self.strategies.arrange(batch, attention, self.tokenizer, self.pad_to_multiple_of)
         else:
             ids, pad = batch["input_ids"], self.tokenizer.pad_token_id
             batch["labels"] = where(ids == (-1 if pad is None else pad), -100, ids)

@@ -32,6 +32,26 @@ def check_arguments(collator: Any) -> None:
             rate_at(collator.mlm_probability, 0)
 
 
+def check_arrangement(collator: Any, return_tensors: str = "pt") -> None:
+    """Raise where a strategy's attention masks have no room, or its positions cannot be known.
+
+    Raises:
+        ValueError: naming the argument, what was expected and what came.
+    """
+    strategy = collator.strategies.arranges
+    if strategy is None:
+        return
+    size = "(B, 1, S, S), and packed rows have one sequence"
+    if collator.packing:
+        raise ValueError(f"packing: expected False with {strategy!r}, whose attention masks are {size}, got True")
+    if return_tensors != "pt" or collator.return_tensors != "pt":
+        raise ValueError(f"return_tensors: expected 'pt' with {strategy!r}, whose batches are tensors, got 'np'")
+    if strategy.appends and collator.mask_on_device:
+        raise ValueError(
+            f"mask_on_device: expected False with {strategy!r}, whose masks say how long a batch is, got True"
+        )
+
+
 def _check_values(collator: Any) -> None:
     if isinstance(collator.random_words, str) and collator.random_words not in ("all", "non_special"):
         raise ValueError(f"random_words: expected 'all', 'non_special' or ids, got {collator.random_words!r}")

@@ -199,6 +199,7 @@ def mask_batch(batch: Mapping[str, Any], collator: Collator) -> Any:
         impl=collator.impl,
         out=(ids, torch.empty_like(ids)),
     )
+    columns = collator.strategies.arrange(columns, attention_mask, collator.tokenizer, None)
     return type(batch)(columns)  # type: ignore[call-arg]
 
 

@@ -20,6 +20,8 @@ Streams ``t`` (a new use of randomness takes a new number here):
 4     Gumbel noise: draw v is that of the id v
 5     permutations
 6     rates per row
+7     modes: who sees whom in a row
+8     hybrid objective: which tokens go one by one
 ====  =================================================
 """
 
@@ -29,7 +31,7 @@ import torch
 from torch import Tensor
 
 # Streams.
-SELECT, ACTION, UNIT_ID, SPANS, GUMBEL, PERMUTATIONS, RATES = 0, 1, 2, 3, 4, 5, 6
+SELECT, ACTION, UNIT_ID, SPANS, GUMBEL, PERMUTATIONS, RATES, MODES, HALVES = range(9)
 
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: splitmix64's increment
 MIX_1, MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # splitmix64's finaliser

@@ -94,10 +94,16 @@ class Strategy:
     whole_words = False  # whether what is selected together is at least a word
     span_size = 1.0  # sum(n ** 2) / sum(n) of the units in what is selected together
     highest = None  # the highest rate where `rates` gives them, if it is known
+    appends = False  # whether `arranges` adds positions, as many as the masks ask for
 
     @property
     def columns(self) -> tuple[str, ...]:
         """Columns of the rows that it reads, and that models do not get to see."""
+        return ()
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Columns that it reads, and that stay in the batch."""
         return ()
 
     def selects(self, spec: MaskingSpec) -> dict[str, Any]:
@@ -120,6 +126,23 @@ class Strategy:
         """Columns to add to the batch, for the loss, from the rates that it gave."""
         return {}
 
+    def prepares(self, batch: Batch) -> dict[str, Tensor]:
+        """What `arranges` needs beside the masks, one value a row or a token: goes to the device where masks do."""
+        return {}
+
+    def arranges(
+        self, batch: dict[str, Any], attention_mask: Tensor, tokenizer: Any, multiple: int | None
+    ) -> dict[str, Any]:
+        """The masked batch with attention masks of its own, on its device, where nothing waits unless it `appends`.
+
+        Args:
+            batch: the columns, those of `prepares` among them, which do not stay.
+            attention_mask: (B, S), whether among the columns or not.
+            tokenizer: of the collator.
+            multiple: of which the new length is to be one.
+        """
+        return batch
+
 
 class Strategies:
     """Several strategies as one.
@@ -139,8 +162,10 @@ class Strategies:
         self.parts = tuple(several)
         self.whole_words = any(part.whole_words for part in self.parts)
         self.columns = tuple(name for part in self.parts for name in part.columns)
+        self.reads = tuple(name for part in self.parts for name in part.reads)
         self.replaces = _merge((part, part.replaces()) for part in self.parts)
         self._rates, self._protects, self._weighs = map(self._who, ("rates", "protects", "weighs"))
+        self.arranges = self._who("arranges")
         self._selections: dict[bool, tuple[MaskingSpec, Selection | None]] = {}
 
     def _who(self, method: str) -> Strategy | None:
@@ -155,7 +180,7 @@ class Strategies:
     @property
     def reads_batches(self) -> bool:
         """Whether any part needs to see a batch before it is masked."""
-        return any((self._rates, self._protects, self._weighs))
+        return any((self._rates, self._protects, self._weighs, self.arranges))
 
     @property
     def gives_rates(self) -> bool:
@@ -184,7 +209,7 @@ class Strategies:
         return kept[1]
 
     def apply(self, batch: Batch) -> tuple[Tensor | None, Tensor | None, dict[str, Tensor]]:
-        """Rates, the special tokens mask with what is protected, and columns for the loss; None where nobody says."""
+        """Rates, the special tokens mask with what is protected, and columns to add; None where nobody says."""
         special = batch.special_tokens_mask
         protected = self._protects.protects(batch) if self._protects else None
         if protected is not None:
@@ -192,7 +217,11 @@ class Strategies:
             batch = batch._replace(special_tokens_mask=special)
         rates = self._rates.rates(batch) if self._rates else None
         weights = {} if self._weighs is None or rates is None else self._weighs.weighs(batch, rates)
-        return rates, special, weights
+        return rates, special, weights if self.arranges is None else weights | self.arranges.prepares(batch)
+
+    def arrange(self, batch: dict[str, Any], *given: Any) -> dict[str, Any]:
+        """A masked batch as the part that arranges it has it; as it is where there is none."""
+        return batch if self.arranges is None else self.arranges.arranges(batch, *given)
 
 
 def _merge(said: Iterable[tuple[Strategy, dict[str, Any]]]) -> dict[str, Any]:
