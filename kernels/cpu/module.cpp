@@ -9,14 +9,11 @@
 #include <string>
 #include <vector>
 
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
-
 #include "batch.h"
 #include "linear_cross_entropy.h"
 #include "lists.h"
 #include "masking.h"
+#include "memory.h"
 #include "pack.h"
 #include "permutation.h"
 #include "rates.h"
@@ -28,29 +25,6 @@ namespace {
 
 // The instruction set in use: the widest the processor has; select_isa changes it for tests and benchmarks.
 Isa current = *std::find_if(std::begin(kWidestFirst), std::end(kWidestFirst), supported);
-
-template <class T>
-const T* pointer(unsigned long long address) {
-  return reinterpret_cast<const T*>(static_cast<uintptr_t>(address));
-}
-
-template <class T>
-T* writable(unsigned long long address) {
-  return const_cast<T*>(pointer<T>(address));
-}
-
-// Ask for huge pages behind a large buffer about to be written for the first time: touching it in pages of 4 KB costs
-// more than masking does. It is a hint, and a refusal does no harm.
-void expect_writes(void* start, int64_t bytes) {
-#if defined(__linux__) && defined(MADV_HUGEPAGE)
-  constexpr uintptr_t kHuge = uintptr_t{1} << 21;
-  const uintptr_t from = (reinterpret_cast<uintptr_t>(start) + kHuge - 1) / kHuge * kHuge;
-  const uintptr_t to = (reinterpret_cast<uintptr_t>(start) + static_cast<uintptr_t>(bytes)) / kHuge * kHuge;
-  if (bytes > 0 && from < to) madvise(reinterpret_cast<void*>(from), to - from, MADV_HUGEPAGE);
-#else
-  (void)start, (void)bytes;
-#endif
-}
 
 PyObject* mask_tokens(PyObject*, PyObject* args) {
   unsigned long long ids, output, labels, offsets, row_keys, attention, special, units, thresholds, flags, random_ids;
