@@ -298,7 +298,7 @@ def test_training_on_text(wordpiece: Any, make_rows: Any, tmp_path: Path) -> Non
     rows = make_rows(wordpiece, 48, 32)
 
     def run(**more: Any) -> tuple[ReplacedTokenDetection, list[float]]:
-        collator = DataCollatorForMaskedLM(wordpiece, seed=2, impl="reference")
+        collator = DataCollatorForMaskedLM(wordpiece, seed=2)
         model = make(len(wordpiece), noise=False)
         settings = arguments(
             tmp_path, max_steps=60, learning_rate=3e-3, per_device_train_batch_size=16, save_strategy="steps",
@@ -315,7 +315,7 @@ def test_training_on_text(wordpiece: Any, make_rows: Any, tmp_path: Path) -> Non
     for mine, other in zip(model.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(mine, other)
 
-    batch = DataCollatorForMaskedLM(wordpiece, seed=2, impl="reference", static=True)(rows[:6])
+    batch = DataCollatorForMaskedLM(wordpiece, seed=2, static=True)(rows[:6])
     untrained = make(len(wordpiece), noise=False).eval()(**batch)
     trained = model.eval()(**batch)
     assert trained.mlm_loss < untrained.mlm_loss - 0.3

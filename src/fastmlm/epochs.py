@@ -26,7 +26,9 @@ class TellEpoch(TrainerCallback):
         loader = kwargs.get("train_dataloader")
         check_undivided(loader, self.collator.packing)
         counted = loader is not None and has_length(loader)
-        self.epoch = int(state.epoch or 0) if counted else 0
+        # The epoch that the Trainer goes on in; state.epoch counted the batches of before, perhaps of another size.
+        steps = max(-(-len(loader) // args.gradient_accumulation_steps), 1) if counted else 1
+        self.epoch = state.global_step // steps if counted else 0
         self._replays = not counted and not args.ignore_data_skip
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -93,8 +93,7 @@ def ship(
         batch[_RATES] = torch.as_tensor(plan.rates, dtype=torch.float64, device="cpu").expand(
             plan.rates.shape if isinstance(plan.rates, Tensor) else len(ids)
         )
-    rows = torch.arange(len(ids), device="cpu") if plan.row_keys is None else plan.row_keys
-    keys = torch.stack([torch.full_like(rows, as_int64(plan.key)), rows], 1)
+    keys = torch.stack([torch.full_like(plan.row_keys, as_int64(plan.key)), plan.row_keys], 1)
     if collator.packing:
         return _pack(batch, examples, attention_mask, keys, collator)
     batch[_KEYS] = keys

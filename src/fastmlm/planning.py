@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fastmlm.masking import row_keys
+from fastmlm.philox import GOLDEN, as_int64
 from fastmlm.schedules import Steps, rate_at
 from fastmlm.seeding import Keys, distinct
 from fastmlm.selection_spec import Selection
@@ -21,7 +22,7 @@ class Plan(NamedTuple):
     """How a batch is masked: arguments of ``mask_tokens``, and columns for the loss."""
 
     key: int
-    row_keys: Tensor | None
+    row_keys: Tensor
     units: Tensor | None
     selection: Selection | None
     special_tokens_mask: Tensor | None
@@ -128,11 +129,13 @@ class Planner:
         copies = 1 if self.static else self.static_copies
         key, by_content = self._keys.next(self._checked_seed(), copies)
         host_impl = None if self.mask_on_device else self.impl
-        rows = None
         if by_content:
             rows = row_keys(inputs, attention_mask, host_impl)
             if self.row_key_column is not None:
                 rows = distinct(rows, self.row_key_column, columns.get(self.row_key_column))
+        else:
+            # The batch's key goes into its rows', so that rows of several batches may be masked as one on a device.
+            key, rows = 0, torch.arange(len(inputs), device="cpu") * as_int64(GOLDEN) + as_int64(key)
         rates: Tensor | float | None = None
         if callable(self.mlm_probability):
             rates = self.probability_at(self._steps.next())
@@ -143,9 +146,8 @@ class Planner:
             units = words.units_of_batch(inputs, self._word_marks(), flags, *given, impl=host_impl)
         added: dict[str, Tensor] = {}
         if strategies.reads_batches:
-            named = torch.arange(len(inputs), device="cpu") if rows is None else rows
             rate = spec.mlm_probability if rates is None else float(rates)
-            batch = Batch(inputs, attention_mask, special_tokens_mask, columns, spec, rate, key, named, host_impl)
+            batch = Batch(inputs, attention_mask, special_tokens_mask, columns, spec, rate, key, rows, host_impl)
             own, special_tokens_mask, added = strategies.apply(batch)
             rates = rates if own is None else own
         return Plan(key, rows, units, self.selection(units is None), special_tokens_mask, rates, added)
