@@ -56,6 +56,7 @@ bench: $(READY)  ## measure against Hugging Face, write benchmarks/results/ and 
 	$(BIN)/python benchmarks/loss.py
 	$(BIN)/python benchmarks/head.py
 	$(BIN)/python benchmarks/roofline.py
+	$(BIN)/python benchmarks/reproducibility.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -18,6 +18,7 @@ _DETAIL = (
     "DataLoader, 2",
     "16×128, specials",
     "8×8192, specials",
+    "strategy: ",  # which have a table of their own
 )  # left out of the README
 
 
@@ -57,6 +58,25 @@ def table(summary: dict[str, Any], detail: bool) -> str:
     return "\n".join(lines) + "\n"
 
 
+def strategies(summary: dict[str, Any]) -> str:
+    """What strategies cost, as multiples of the time that token by token takes."""
+    costs: dict[str, dict[str, str]] = {}
+    for r in summary["results"]:
+        if r["case"].startswith("strategy: "):
+            high, low = r["ratio_quartiles"]
+            cost = f"{1 / r['ratio']:.2f} ({1 / low:.2f}–{1 / high:.2f})"
+            costs.setdefault(r["ours"], {})[r["case"].split(", ")[1]] = cost
+    lines = [
+        f"{summary['machine']}; commit {summary['commit']}, {summary['date']}. Batches of 64×512, 1 thread: the time "
+        "beside that of selecting token by token, median and quartiles of the ratios of turns.",
+        "",
+        "| strategy | `mask_tokens` | the collator, from lists |",
+        "|---|---:|---:|",
+        *(f"| `{name}` | {cost['mask_tokens']} | {cost['collator']} |" for name, cost in costs.items()),
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def first_calls(summary: dict[str, Any]) -> str:
     """How much longer the first call of a turn takes, which finds the caches full of the peer's data."""
     longer = [
@@ -86,6 +106,7 @@ def main() -> None:
     (RESULTS / "benchmarks.json").write_text(json.dumps(summary, indent=1, ensure_ascii=False) + "\n")
     (RESULTS / "benchmarks.md").write_text(table(summary, detail=True))
     quote("readme", table(summary, detail=False))
+    quote("strategies", strategies(summary))
     print(table(summary, detail=True))
 
 
