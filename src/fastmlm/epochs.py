@@ -25,11 +25,11 @@ class TellEpoch(TrainerCallback):
         # A resumed run starts in the epoch it broke off; without a length the Trainer replays all passes.
         loader = kwargs.get("train_dataloader")
         check_undivided(loader, self.collator.packing)
-        counted = loader is not None and has_length(loader)
+        batches = len(loader) if loader is not None and has_length(loader) else None
         # The epoch that the Trainer goes on in; state.epoch counted the batches of before, perhaps of another size.
-        steps = max(-(-len(loader) // args.gradient_accumulation_steps), 1) if counted else 1
-        self.epoch = state.global_step // steps if counted else 0
-        self._replays = not counted and not args.ignore_data_skip
+        steps = max(-(-(batches or 0) // args.gradient_accumulation_steps), 1)
+        self.epoch = 0 if batches is None else state.global_step // steps
+        self._replays = batches is None and not args.ignore_data_skip
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.collator.set_epoch(self.epoch)
