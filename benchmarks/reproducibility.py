@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from accelerate import skip_first_batches
 from report import quote
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from torch.utils.data import DataLoader, DistributedSampler
-from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFast
+from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase
 
 from fastmlm import DataCollatorForMaskedLM
+from fastmlm.cli.tokenizer import train_tokenizer
 
 ROWS, LENGTH, SEED = 512, 64, 42
 Row = tuple[tuple[int, ...], tuple[int, ...]]  # ids and labels, without padding
@@ -25,19 +25,7 @@ Pass = dict[int, Row]
 Collator = Callable[[list[Any]], Any]
 
 
-def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """A WordPiece tokenizer of 2000 tokens, as BERT's."""
-    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.BertNormalizer()
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    names = ["pad_token", "unk_token", "cls_token", "sep_token", "mask_token"]
-    specials = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    trainer = trainers.WordPieceTrainer(vocab_size=2000, special_tokens=specials, show_progress=False)
-    tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **dict(zip(names, specials, strict=True)))
-
-
-def make_rows(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[dict[str, Any]]:
+def make_rows(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[dict[str, Any]]:
     """Different rows of 16 to 64 tokens, numbered: long enough that no two masks are the same by chance."""
     ids = [i for text in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] for i in text]
     rows, start = [], 0
@@ -52,7 +40,7 @@ def make_rows(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[dict
 class Setting:
     """One collator after another on the same rows, each made anew as a new run makes it."""
 
-    def __init__(self, ours: bool, tokenizer: PreTrainedTokenizerFast, rows: Any) -> None:
+    def __init__(self, ours: bool, tokenizer: PreTrainedTokenizerBase, rows: Any) -> None:
         self.ours, self.tokenizer, self.rows = ours, tokenizer, rows
 
     def collator(self, epoch: int = 0) -> Collator:
@@ -129,7 +117,7 @@ def measure(setting: Setting) -> dict[str, float]:
 def main() -> None:
     torch.set_num_threads(1)
     texts = list(dict.fromkeys(topics.values()))
-    tokenizer = make_tokenizer(texts)
+    tokenizer = train_tokenizer(texts, 2000)
     rows = make_rows(tokenizer, texts)
     hf, ours = (measure(Setting(which, tokenizer, rows)) for which in (False, True))
     lines = [

@@ -11,14 +11,17 @@ if not torch.cuda.is_available():
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may need the network
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive the forks of DataLoader workers
 
+import math
 import pydoc_data.topics
 from typing import Any
 
 import datasets
 import pytest
 import transformers
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import EsmTokenizer, PreTrainedTokenizerFast
+
+from fastmlm.cli.tokenizer import train_tokenizer
 
 torch.set_num_threads(1)  # tests run in parallel processes, and sizes here are far too small for threads
 
@@ -43,7 +46,6 @@ def _pair_template(tokenizer: Tokenizer, cls: str, sep: str) -> processors.Templ
     )
 
 
-BERT_SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 BERT_NAMES = {
     "pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]",
 }  # fmt: skip
@@ -56,12 +58,7 @@ ROBERTA_NAMES = {
 
 @pytest.fixture(scope="session")
 def wordpiece_core(sentences) -> Tokenizer:
-    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.BertNormalizer()
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.WordPiece()
-    trainer = trainers.WordPieceTrainer(vocab_size=800, special_tokens=BERT_SPECIALS, show_progress=False)
-    tokenizer.train_from_iterator(sentences, trainer)
+    tokenizer = train_tokenizer(sentences, 800).backend_tokenizer
     tokenizer.post_processor = _pair_template(tokenizer, "[CLS]", "[SEP]")
     return tokenizer
 
@@ -104,6 +101,12 @@ def unigram_core(sentences) -> Tokenizer:
         vocab_size=600, special_tokens=ROBERTA_SPECIALS, unk_token="<unk>", show_progress=False
     )
     tokenizer.train_from_iterator(sentences, trainer)
+    # The trainer sums in threads, so that its scores, thus its order, differ from run to run; the tokens do not.
+    text = "▁" + "▁".join(sentences).replace(" ", "▁")
+    others = sorted(set(tokenizer.get_vocab()) - set(ROBERTA_SPECIALS))
+    vocabulary = [(token, 0.0) for token in ROBERTA_SPECIALS]
+    vocabulary += [(token, math.log(max(text.count(token), 1) / len(text))) for token in others]
+    tokenizer.model = models.Unigram(vocabulary, unk_id=ROBERTA_SPECIALS.index("<unk>"))
     tokenizer.post_processor = _pair_template(tokenizer, "<s>", "</s>")
     return tokenizer
 

@@ -297,6 +297,8 @@ def main(path: Path, names: list[str]) -> None:
     for name in names:
         if name in ALONE:
             keep(path, name, ALONE[name])
+    if dist.is_initialized():
+        dist.destroy_process_group()  # else its threads, ended with the process, may abort it
 
 
 if __name__ == "__main__":
