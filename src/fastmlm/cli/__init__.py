@@ -15,6 +15,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from fastmlm.cli.pretrain import pretrain
 
             pretrain(args)
+        elif args.command == "compare":
+            from fastmlm.cli.compare.command import compare
+
+            compare(args)
         else:
             from fastmlm.cli.inspect import inspect
 

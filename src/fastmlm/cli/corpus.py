@@ -1,7 +1,7 @@
 """From text files to rows of token ids."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -9,6 +9,8 @@ from fastmlm.cli.errors import CliError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+Row = TypeVar("Row")  # with whatever belongs to it
 
 # Tails with fewer tokens than this teach nothing and would only add padding.
 _SHORTEST = 8
@@ -46,21 +48,28 @@ def make_rows(documents: list[str], tokenizer: "PreTrainedTokenizerBase", length
     This is ``group_texts`` of Hugging Face's examples, except that a row never runs on into the next document
     (RoBERTa's DOC-SENTENCES) and that the short row at a document's end is kept, from 8 tokens up.
     """
+    return [row for row, _ in make_passages(documents, tokenizer, length)]
+
+
+def make_passages(
+    documents: list[str], tokenizer: "PreTrainedTokenizerBase", length: int
+) -> list[tuple[list[int], int]]:
+    """The rows of `make_rows`, each with the number of its document."""
     first = [i for i in [_first_id(tokenizer.cls_token_id, tokenizer.bos_token_id)] if i is not None]
     last = [i for i in [_first_id(tokenizer.sep_token_id, tokenizer.eos_token_id)] if i is not None]
     size = length - len(first) - len(last)
-    rows = []
-    for ids in tokenizer(documents, add_special_tokens=False, verbose=False)["input_ids"]:
+    passages = []
+    for number, ids in enumerate(tokenizer(documents, add_special_tokens=False, verbose=False)["input_ids"]):
         chunks = [ids[start : start + size] for start in range(0, len(ids), size)]
-        rows += [first + chunk + last for chunk in chunks if len(chunk) >= min(_SHORTEST, size)]
-    return rows
+        passages += [(first + chunk + last, number) for chunk in chunks if len(chunk) >= min(_SHORTEST, size)]
+    return passages
 
 
 def _first_id(preferred: int | None, other: int | None) -> int | None:
     return other if preferred is None else preferred
 
 
-def split_rows(rows: list[list[int]], eval_fraction: float) -> tuple[list[list[int]], list[list[int]]]:
+def split_rows(rows: list[Row], eval_fraction: float) -> tuple[list[Row], list[Row]]:
     """Training and validation rows: at least one of each, drawn at random but always the same way."""
     if len(rows) < 2:
         raise CliError(

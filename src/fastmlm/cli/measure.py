@@ -1,6 +1,7 @@
 """Clocks and memory, the same around either side of a comparison."""
 
 import ctypes
+import os
 import platform
 import resource
 import sys
@@ -11,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import TrainerCallback
+
+from fastmlm import __version__
 
 _M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 
@@ -41,13 +45,13 @@ class StepTimer(TrainerCallback):
         self._start = 0.0
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        self._start = _now()
+        self._start = now()
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self.milliseconds.append(1e3 * (_now() - self._start))
+        self.milliseconds.append(1e3 * (now() - self._start))
 
 
-def _now() -> float:
+def now() -> float:
     if torch.cuda.is_available():  # else the clock would time the launches, not the work
         torch.cuda.synchronize()
     return time.perf_counter()
@@ -86,3 +90,17 @@ def _status(field: str) -> float:
         return int(line.split()[1]) / 2**10
     unit = 2**20 if sys.platform == "darwin" else 2**10
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
+    return {
+        "device": device,
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "fastmlm": __version__,
+    }

@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 # (hidden size, layers, heads): BERT-tiny and BERT-mini of Turc et al. (2019), and BERT-base.
-_SIZES = {"tiny": (128, 2, 2), "small": (256, 4, 4), "base": (768, 12, 12)}
+SIZES = {"tiny": (128, 2, 2), "small": (256, 4, 4), "base": (768, 12, 12)}
 
 
 def model_tokenizer(name: str) -> str | None:
     """The directory whose tokenizer goes with the model: a checkpoint brings its own, the rest none."""
-    return name if name not in _SIZES and _has_weights(Path(name)) else None
+    return name if name not in SIZES and _has_weights(Path(name)) else None
 
 
 def build_model(name: str, tokenizer: "PreTrainedTokenizerBase", length: int, seed: int) -> "PreTrainedModel":
@@ -26,8 +26,8 @@ def build_model(name: str, tokenizer: "PreTrainedTokenizerBase", length: int, se
 
     vocab_size = max(tokenizer.get_vocab().values()) + 1
     directory = Path(name)
-    fresh = name in _SIZES or not _has_weights(directory)
-    config = _named_config(name, length) if name in _SIZES else _read_config(directory)
+    fresh = name in SIZES or not _has_weights(directory)
+    config = _named_config(name, length) if name in SIZES else _read_config(directory)
     if fresh:
         config.vocab_size, config.pad_token_id = vocab_size, tokenizer.pad_token_id
     elif config.vocab_size < vocab_size:
@@ -61,17 +61,23 @@ def _has_weights(directory: Path) -> bool:
 def _named_config(name: str, length: int) -> "PretrainedConfig":
     from transformers import BertConfig
 
-    hidden, layers, heads = _SIZES[name]
+    hidden, layers, heads = SIZES[name]
     return BertConfig(
         hidden_size=hidden,
         num_hidden_layers=layers,
         num_attention_heads=heads,
         intermediate_size=4 * hidden,
         max_position_embeddings=max(512, length),
+        initializer_range=initializer_range(hidden),
         # A short run sees too little to overfit: dropout would only slow it (Geiping & Goldstein, "Cramming", 2022).
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
     )
+
+
+def initializer_range(hidden: int) -> float:
+    """BERT's 0.02 at its width of 768, and more for narrower models, whose sums are of fewer terms."""
+    return 0.02 * (768 / hidden) ** 0.5
 
 
 def _read_config(directory: Path) -> "PretrainedConfig":

@@ -11,10 +11,11 @@ from fastmlm.cli.settings import SETTINGS_FILE, Settings
 # Prepared data lives here: rows, validation batch and first weights, which every side of a comparison loads.
 PREPARED = "prepared"
 RUNS = "runs"  # results of the runs of a comparison whose models are not kept
+MODELS = "models"  # those that are, of `fastmlm compare`
 
 # What a run leaves directly in the directory, besides checkpoints; --overwrite removes this and nothing else.
 _WRITTEN = ["config.json", "generation_config.json", "model*.safetensors*", "training_args.bin", "tokenizer*.json"]
-_WRITTEN += ["special_tokens_map.json", "metrics.json", "loss.png", "compare.md"]
+_WRITTEN += ["special_tokens_map.json", "metrics.json", "loss.png", "compare.md", "compare.png", "compare.json"]
 
 
 def check_output(settings: Settings) -> None:
@@ -41,7 +42,7 @@ def claim_output(settings: Settings) -> Path:
     directory = Path(settings.output_dir)
     directory.mkdir(parents=True, exist_ok=True)
     if settings.overwrite:
-        for path in [directory / PREPARED, directory / RUNS, *directory.glob("checkpoint-*")]:
+        for path in [directory / PREPARED, directory / RUNS, directory / MODELS, *directory.glob("checkpoint-*")]:
             shutil.rmtree(path, ignore_errors=True)
         for pattern in _WRITTEN:
             for file in directory.glob(pattern):

@@ -2,24 +2,21 @@
 
 import argparse
 import json
-import os
-import platform
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from rich.console import Console
 
-from fastmlm import __version__
 from fastmlm.cli import report
-from fastmlm.cli.compare import run_sides
 from fastmlm.cli.errors import CliError
+from fastmlm.cli.measure import machine
 from fastmlm.cli.output import PREPARED, check_output, claim_output, last_checkpoint
 from fastmlm.cli.prepare import prepare
 from fastmlm.cli.quiet import quiet
-from fastmlm.cli.settings import Settings, check_same_run, saved_settings
+from fastmlm.cli.settings import PretrainSettings, check_same_run, saved_settings
+from fastmlm.cli.sides import run_sides
 from fastmlm.cli.summary import compare_sides, summarise
 from fastmlm.cli.train import FASTMLM, Job, run_job
 from fastmlm.cli.trainer_args import training_arguments
@@ -27,12 +24,12 @@ from fastmlm.cli.trainer_args import training_arguments
 
 def pretrain(args: argparse.Namespace) -> None:
     """Run the command. All checks of the input come before the first byte is written."""
-    settings = Settings.from_args(args)
+    settings = PretrainSettings.from_args(args)
     quiet()
     _check(settings)
     console = Console(highlight=False, markup=False, soft_wrap=True)
     if settings.resume:
-        check_same_run(saved_settings(settings.output_dir), settings)
+        check_same_run(saved_settings("pretrain", settings.output_dir), settings)
         checkpoint = last_checkpoint(settings)
         directory = claim_output(settings)
     else:
@@ -63,9 +60,9 @@ def pretrain(args: argparse.Namespace) -> None:
     _report(console, settings, directory, results)
 
 
-def _check(settings: Settings) -> None:
+def _check(settings: PretrainSettings) -> None:
     check_output(settings)
-    training_arguments(settings, settings.output_dir, settings.seed, keep=True)
+    training_arguments(settings, settings.output_dir, settings.seed, settings.save_steps)
     if settings.compare and settings.whole_word_mask:
         raise CliError(
             "argument --compare: expected without --whole-word-mask, "
@@ -73,10 +70,10 @@ def _check(settings: Settings) -> None:
         )
 
 
-def _report(console: Console, settings: Settings, directory: Path, results: list[dict[str, Any]]) -> None:
+def _report(console: Console, settings: PretrainSettings, directory: Path, results: list[dict[str, Any]]) -> None:
     main = results[0]
     metrics: dict[str, Any] = {
-        "machine": _machine(),
+        "machine": machine(),
         "settings": vars(settings),
         "final_eval_loss": main["eval_loss"][-1][1],
         **summarise([main]),
@@ -94,16 +91,3 @@ def _report(console: Console, settings: Settings, directory: Path, results: list
         report.print_run(console, metrics)
     (directory / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n", "utf-8")
     console.print(f"model, tokenizer, metrics.json and loss.png are in {directory}")
-
-
-def _machine() -> dict[str, Any]:
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
-    return {
-        "device": device,
-        "cpus": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "fastmlm": __version__,
-    }

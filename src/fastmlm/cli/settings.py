@@ -4,6 +4,7 @@ import argparse
 import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import TypeVar
 
 from fastmlm.cli.errors import CliError
 
@@ -11,11 +12,14 @@ SETTINGS_FILE = "settings.json"
 
 # A resumed run may go on for longer, and save more often; everything else must stay as it was.
 _FREE_ON_RESUME = {"steps", "save_steps", "output_dir", "overwrite", "resume"}
+_FLAGS = {"texts": "TEXT", "objectives": "OBJECTIVE"}  # those that are not the field's name with dashes
+
+AnySettings = TypeVar("AnySettings", bound="Settings")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The flags of ``fastmlm pretrain``, one field each; see ``fastmlm pretrain --help``."""
+    """The flags that commands share, one field each; see ``fastmlm pretrain --help``."""
 
     texts: list[str]
     tokenizer: str | None
@@ -25,7 +29,6 @@ class Settings:
     length: int
     eval_fraction: float
     mlm_probability: float
-    whole_word_mask: bool
     steps: int
     batch_size: int
     learning_rate: float
@@ -34,39 +37,58 @@ class Settings:
     gradient_checkpointing: bool
     gradient_accumulation: int
     max_grad_norm: float
-    save_steps: int
     trainer_arg: list[str]
     resume: bool
     overwrite: bool
-    compare: bool
-    compare_repeats: int
 
     @classmethod
-    def from_args(cls, args: argparse.Namespace) -> "Settings":
+    def from_args(cls: type[AnySettings], args: argparse.Namespace) -> AnySettings:
         return cls(**{field.name: getattr(args, field.name) for field in fields(cls)})
-
-    @classmethod
-    def from_json(cls, text: str) -> "Settings":
-        return cls(**json.loads(text))
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"
 
 
-def saved_settings(output_dir: str) -> Settings:
+@dataclass(frozen=True)
+class PretrainSettings(Settings):
+    """The flags of ``fastmlm pretrain``."""
+
+    whole_word_mask: bool
+    save_steps: int
+    compare: bool
+    compare_repeats: int
+
+
+@dataclass(frozen=True)
+class CompareSettings(Settings):
+    """The flags of ``fastmlm compare``."""
+
+    objectives: list[str]
+    seeds: int
+    evaluations: int
+    target_loss: float | None
+
+
+KINDS: dict[str, type[Settings]] = {"pretrain": PretrainSettings, "compare": CompareSettings}
+
+
+def saved_settings(command: str, output_dir: str) -> Settings:
     """The settings of the run that ``--resume`` goes on with."""
-    file = Path(output_dir, SETTINGS_FILE)
+    file, kind = Path(output_dir, SETTINGS_FILE), KINDS[command]
     if not file.is_file():
         raise CliError(f"argument --resume: expected a run to go on with in {output_dir}, got no {SETTINGS_FILE} there")
-    return Settings.from_json(file.read_text("utf-8"))
+    try:
+        return kind(**json.loads(file.read_text("utf-8")))
+    except (TypeError, ValueError) as error:
+        raise CliError(f"argument --resume: expected a run of fastmlm {command}, got {file} of another kind") from error
 
 
-def check_same_run(old: Settings, new: Settings) -> None:
-    """Refuse a resume that would not be the same run any more."""
-    for field in fields(Settings):
+def check_same_run(old: Settings, new: Settings, free: frozenset[str] = frozenset(_FREE_ON_RESUME)) -> None:
+    """Refuse a resume that would not be the same run any more, but for the fields that are free to change."""
+    for field in fields(new):
         before, now = getattr(old, field.name), getattr(new, field.name)
-        if field.name not in _FREE_ON_RESUME and before != now:
-            flag = "TEXT" if field.name == "texts" else "--" + field.name.replace("_", "-")
+        if field.name not in free and before != now:
+            flag = _FLAGS.get(field.name, "--" + field.name.replace("_", "-"))
             raise CliError(
                 f"argument {flag}: expected {before!r} as when the run was started, got {now!r} with --resume"
             )

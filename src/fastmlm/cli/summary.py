@@ -4,13 +4,11 @@ import math
 import statistics
 from typing import Any
 
+from fastmlm.cli.noise import standard_error, t95
 from fastmlm.cli.train import FASTMLM, HUGGINGFACE
 
 # The first batches and steps of a run allocate memory and warm caches; no side's figures include them.
 _WARM_UP = 3
-
-# Two-sided 95 % points of Student's t for 2, 4, 6, ... degrees of freedom; beyond the table the next lower row is safe.
-_T95 = (4.303, 2.776, 2.447, 2.306, 2.228, 2.179, 2.145, 2.120, 2.101)
 
 
 def summarise(results: list[dict[str, Any]]) -> dict[str, Any]:
@@ -36,7 +34,7 @@ def compare_sides(results: list[dict[str, Any]]) -> dict[str, Any]:
         sides[side] = {
             **summarise(runs),
             "final_eval_loss": statistics.fmean(losses),
-            "final_eval_loss_standard_error": _standard_error(losses),
+            "final_eval_loss_standard_error": standard_error(losses),
             "final_eval_losses": losses,
         }
     return {"sides": sides, "eval_loss_difference": _difference(*sides.values())}
@@ -48,16 +46,12 @@ def _difference(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
     if repeats == 1:
         return {"value": difference, "half_width_95": None, "verdict": "one run a side: no noise to measure it by"}
     error = math.hypot(ours["final_eval_loss_standard_error"], theirs["final_eval_loss_standard_error"])
-    half_width = _T95[min(repeats - 1, len(_T95)) - 1] * error  # 2 (repeats - 1) degrees of freedom, equal variances
+    half_width = t95(2 * (repeats - 1)) * error  # equal variances
     within = abs(difference) <= half_width
     verdict = (
         "equal within the noise" if within else f"{'lower' if difference < 0 else 'higher'} by more than the noise"
     )
     return {"value": difference, "half_width_95": half_width, "verdict": verdict}
-
-
-def _standard_error(values: list[float]) -> float | None:
-    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
 def _warm(milliseconds: list[float]) -> list[float]:

@@ -24,7 +24,7 @@ from fastmlm.cli.evaluate import fill_masks, validation_loss
 from fastmlm.cli.measure import PeakMemory, StepTimer, TimedCollator, return_freed_memory
 from fastmlm.cli.prepare import Validation
 from fastmlm.cli.progress import ProgressBar
-from fastmlm.cli.settings import Settings
+from fastmlm.cli.settings import PretrainSettings
 from fastmlm.cli.trainer_args import training_arguments
 
 FASTMLM, HUGGINGFACE = "fastmlm", "Hugging Face"
@@ -41,7 +41,7 @@ class Job:
     tokenizer_dir: str
     keep: bool
     threads: int
-    settings: Settings
+    settings: PretrainSettings
     checkpoint: str | None = None
 
     @property
@@ -58,7 +58,7 @@ class Job:
     @classmethod
     def from_json(cls, text: str) -> "Job":
         values = json.loads(text)
-        return cls(**values | {"settings": Settings(**values["settings"])})
+        return cls(**values | {"settings": PretrainSettings(**values["settings"])})
 
 
 class _Validate(TrainerCallback):
@@ -83,7 +83,7 @@ def run_job(job: Job) -> dict[str, Any]:
     validation = torch.load(prepared / "validation.pt")
     model = AutoModelForMaskedLM.from_pretrained(job.checkpoint or prepared / "model", local_files_only=True)
     first_loss = validation_loss(model, validation)
-    args = training_arguments(job.settings, job.run_dir, job.mask_seed, job.keep)
+    args = training_arguments(job.settings, job.run_dir, job.mask_seed, job.settings.save_steps if job.keep else None)
     tokens_per_step = _tokens_per_step(rows, args)
     collator, callbacks = _collator_of(job, tokenizer)
     if job.side == FASTMLM:

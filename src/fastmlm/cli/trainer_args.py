@@ -49,8 +49,11 @@ def extra_arguments(assignments: list[str]) -> dict[str, Any]:
     return values
 
 
-def training_arguments(settings: Settings, run_dir: str, mask_seed: int, keep: bool) -> TrainingArguments:
-    """A run's arguments. ``mask_seed`` seeds the global generators, hence Hugging Face's masks, but not data order."""
+def training_arguments(settings: Settings, run_dir: str, mask_seed: int, save_steps: int | None) -> TrainingArguments:
+    """A run's arguments, with checkpoints every so many steps, or without.
+
+    ``mask_seed`` seeds the global generators, hence Hugging Face's masks, but not data order.
+    """
     arguments = {
         "output_dir": run_dir,
         "max_steps": settings.steps,
@@ -64,8 +67,8 @@ def training_arguments(settings: Settings, run_dir: str, mask_seed: int, keep: b
         "warmup_steps": max(1, settings.steps // 20),
         "weight_decay": 0.01,
         "logging_steps": max(1, settings.steps // 40),
-        "save_strategy": "steps" if keep else "no",
-        "save_steps": settings.save_steps,
+        "save_strategy": "steps" if save_steps else "no",
+        "save_steps": save_steps or settings.steps,
         "save_total_limit": 2,
         "use_cpu": not torch.accelerator.is_available(),
         "dataloader_pin_memory": torch.accelerator.is_available(),
