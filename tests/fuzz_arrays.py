@@ -175,7 +175,7 @@ def check_counts(
             assert count == min(max((limit * n + (1 << 31)) >> 32, at_least), at_most, n)
 
 
-# ---- row_keys and word_units ----
+# ---- row_keys and units_fit ----
 
 _WEIGHTS = np.random.default_rng(0).integers(0, 1 << 64, 256, np.uint64)
 
@@ -188,8 +188,6 @@ def token_cases(draw: st.DrawFn) -> dict[str, Any]:
         "rows": draw(st.integers(0, 4)),
         "length": draw(LENGTHS),
         "attention_mask": draw(FLAG_KINDS),
-        "special_tokens_mask": draw(FLAG_KINDS),
-        "vocab_size": draw(st.integers(1, 40)),
     }
 
 
@@ -219,43 +217,15 @@ def check_row_keys(case: dict[str, Any]) -> None:
     _native.select_isa(None)
 
 
-def check_word_units(case: dict[str, Any]) -> None:
-    """The rule of kernels/cpu/words.h; ids outside the vocabulary too."""
-    rng, rows, length, vocab_size = (
-        np.random.default_rng(case["seed"]),
-        case["rows"],
-        case["length"],
-        case["vocab_size"],
-    )
-    ids = some_ids(rng, rows * length, vocab_size, np.dtype(np.int64 if case["id_size"] == 8 else np.int32))
-    flags = (rng.random(vocab_size) < 0.2).astype(np.uint8)
-    marks = rng.choice(np.array([0, 0, 1, 2, 3], np.uint8), vocab_size)
+def check_units_fit(case: dict[str, Any]) -> None:
+    """Random units fit; with one of them changed, they fit where it is no real token's, or still a position."""
+    rng, rows, length = np.random.default_rng(case["seed"]), case["rows"], case["length"]
     real = some_flags(rng, rows * length, case["attention_mask"])
-    special = some_flags(rng, rows * length, case["special_tokens_mask"])
-    units = np.full(rows * length, PATTERN, np.int64)
-    inputs: Arrays = {"ids": ids, "flags": flags, "marks": marks, "real": real, "special": special}
-    with buffers(inputs, {"units": units}) as at:
-        _native.word_units(
-            *(at["ids"], case["id_size"], at["flags"], at["marks"], vocab_size, at["real"], itemsize(real)),
-            *(at["special"], itemsize(special), rows, length, at["units"]),
-        )
-    nearest, shape = ids.clip(0, vocab_size - 1), (rows, length)
-    padding = (np.zeros(len(ids), bool) if real is None else real == 0).reshape(shape)
-    breaks = ((flags[nearest] & 1) | (0 if special is None else special != 0)).astype(bool).reshape(shape) | padding
-    begins = breaks | (marks[nearest] & 1).astype(bool).reshape(shape)
-    begins[:, :1] = True
-    begins[:, 1:] |= (breaks | (marks[nearest] & 2).astype(bool).reshape(shape))[:, :-1]
+    padding = (np.zeros(rows * length, bool) if real is None else real == 0).reshape(rows, length)
+    units, changed = np.zeros(rows * length, np.int64), None
     if units.size:
-        start = np.maximum.accumulate(np.where(begins, np.arange(length), 0), 1)
-        assert (units.reshape(shape) == (start - padding.argmin(1)[:, None]).clip(0)).all()
-    check_units_fit(units, real, rows, length, rng)
-
-
-def check_units_fit(
-    units: np.ndarray, real: np.ndarray | None, rows: int, length: int, rng: np.random.Generator
-) -> None:
-    """Units by the rule fit; with one of them changed, they fit where it is no real token's, or still a position."""
-    units, changed = units.copy(), None
+        starts = np.maximum.accumulate(np.where(rng.random((rows, length)) < 0.5, np.arange(length), 0), 1)
+        units = (starts - padding.argmin(1)[:, None]).clip(0).reshape(-1)
     if units.size and rng.random() < 0.8:
         changed = int(rng.integers(units.size))
         units[changed] = rng.choice([0, 1, length // 2, length - 1, length, -1, *INT64])

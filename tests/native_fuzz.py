@@ -19,7 +19,7 @@ from fuzz_arrays import (
     check_lists,
     check_mask_tokens,
     check_row_keys,
-    check_word_units,
+    check_units_fit,
     list_cases,
     mask_cases,
     token_cases,
@@ -36,7 +36,7 @@ CHECKS: dict[str, tuple[st.SearchStrategy[dict[str, Any]], Callable[[dict[str, A
     "pack_rows": (pack_cases(), check_pack_rows, 0.3),
     "lists": (list_cases(), check_lists, 0.1),
     "row_keys": (token_cases(), check_row_keys, 0.1),
-    "word_units": (token_cases(), check_word_units, 0.1),
+    "units_fit": (token_cases(), check_units_fit, 0.1),
 }
 
 # ---- As a program ----

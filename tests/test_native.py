@@ -17,7 +17,6 @@ from fastmlm import MaskingSpec, mask_tokens, philox
 from fastmlm.dispatch import kernel
 from fastmlm.kernels.cpu import _native
 from fastmlm.masking import row_keys
-from fastmlm.strategies import words
 
 ISAS = _native.isas()
 
@@ -199,25 +198,7 @@ def test_no_references_are_lost_or_kept() -> None:
     assert [sys.getrefcount(x) for x in (value, row[1], bad, row)] == counts
 
 
-# ---- Whole words ----
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.data())
-def test_word_units(data: st.DataObject) -> None:
-    """The native kernel and PyTorch name the same words, whatever is special, padded or out of the vocabulary."""
-    shape = data.draw(st.tuples(st.integers(1, 3), st.integers(1, 20)))
-    size = shape[0] * shape[1]
-    cells = lambda values: torch.tensor(data.draw(st.lists(values, min_size=size, max_size=size))).view(shape)  # noqa: E731
-    ids = cells(st.integers(-2, 12)).to(data.draw(st.sampled_from([torch.int64, torch.int32])))
-    flags = torch.tensor([1, 3, 2, 2, 2, 2, 0, 2, 2, 2], dtype=torch.uint8)
-    marks = torch.tensor(data.draw(st.lists(st.integers(0, 3), min_size=10, max_size=10)), dtype=torch.uint8)
-    masks = []
-    for _ in range(2):
-        dtype = data.draw(st.sampled_from([None, torch.bool, torch.int16, torch.int32, torch.int64]))
-        masks.append(None if dtype is None else cells(st.sampled_from([0, 0, 1])).to(dtype))
-    expected = words.units_by_id(ids, marks, flags, *masks, impl="reference")
-    assert torch.equal(words.units_by_id(ids, marks, flags, *masks, impl="cpp"), expected)
+# ---- Units ----
 
 
 @pytest.mark.parametrize("wrong", [-1, 5, 1 << 62, -(1 << 63)])

@@ -84,9 +84,6 @@ def leak_cases() -> dict[str, Callable[[], Any]]:
         "mask by units": lambda: mask(at["ids"]),
         "mask so many by spans": lambda: mask(0, 5, True),
         "row_keys": lambda: _native.row_keys(at["ids"], 8, 0, 1, at["weights"], 2, n // 2, at["out"]),
-        "word_units": lambda: _native.word_units(
-            *(at["ids"], 8, at["flags"], at["flags"], n, 0, 1, 0, 1, 2, n // 2, at["out"])
-        ),
         "isas": _native.isas,
         "wrong arguments": wrong,
     }

@@ -220,7 +220,7 @@ def test_line_breaks_part_words() -> None:
     tokenizer = Vocabulary("a", "Ġb", "c", "Ċ", "next", "ĊĠ", "d")
     ids = torch.tensor([[0, 1, 2, 3, 4, 2, 5, 6]])  # a | b c | \n | next c | \n | d
     marks = words.marks_by_id(tokenizer)
-    units = words.units_by_id(ids, marks, torch.zeros(7, dtype=torch.uint8), None, None)
+    units = words.units(words.starts_from_marks(marks[ids]), torch.zeros_like(ids, dtype=torch.bool), None)
     assert units.tolist() == [[0, 1, 1, 3, 4, 4, 6, 7]]
 
 

@@ -102,31 +102,6 @@ def thresholds(rates: Tensor) -> Tensor | None:
     return limits if inside else None
 
 
-def word_units(
-    input_ids: Tensor,
-    flags: Tensor,
-    marks: Tensor,
-    attention_mask: Tensor | None,
-    special_tokens_mask: Tensor | None,
-) -> Tensor:
-    """``fastmlm.strategies.words.units`` of (B, S) int64 or int32 ids, by the vocabulary; all contiguous."""
-    units = torch.empty_like(input_ids, dtype=torch.int64)
-    _native.word_units(
-        input_ids.data_ptr(),
-        input_ids.element_size(),
-        flags.data_ptr(),
-        marks.data_ptr(),
-        flags.numel(),
-        _address(attention_mask),
-        1 if attention_mask is None else attention_mask.element_size(),
-        _address(special_tokens_mask),
-        1 if special_tokens_mask is None else special_tokens_mask.element_size(),
-        *input_ids.shape,
-        units.data_ptr(),
-    )
-    return units
-
-
 def units_fit(units: Tensor, attention_mask: Tensor | None) -> bool:
     """Whether each real token's unit, of (B, S) int64, starts in its row and not after the token; all contiguous."""
     size = 1 if attention_mask is None else attention_mask.element_size()

@@ -18,7 +18,7 @@
 #include "permutation.h"
 #include "rates.h"
 #include "sampling.h"
-#include "words.h"
+#include "units.h"
 
 namespace fastmlm {
 namespace {
@@ -109,27 +109,6 @@ PyObject* thresholds(PyObject*, PyObject* args) {
                 : thresholds_of(pointer<float>(rates), count, writable<int64_t>(out));
   Py_END_ALLOW_THREADS;
   return PyBool_FromLong(inside);
-}
-
-PyObject* word_units(PyObject*, PyObject* args) {
-  unsigned long long ids, flags, starts, attention, special, units;
-  long long vocab_size, rows, length;
-  int id_size, attention_size, special_size;
-  if (!PyArg_ParseTuple(args, "KiKKLKiKiLLK:word_units", &ids, &id_size, &flags, &starts, &vocab_size, &attention,
-                        &attention_size, &special, &special_size, &rows, &length, &units))
-    return nullptr;
-  const Flags attention_mask{pointer<uint8_t>(attention), attention_size};
-  const Flags special_mask{pointer<uint8_t>(special), special_size};
-  int64_t* out = writable<int64_t>(units);
-  Py_BEGIN_ALLOW_THREADS;
-  if (id_size == 8)
-    fastmlm::word_units(pointer<int64_t>(ids), pointer<uint8_t>(flags), pointer<uint8_t>(starts), vocab_size,
-                        attention_mask, special_mask, rows, length, out);
-  else
-    fastmlm::word_units(pointer<int32_t>(ids), pointer<uint8_t>(flags), pointer<uint8_t>(starts), vocab_size,
-                        attention_mask, special_mask, rows, length, out);
-  Py_END_ALLOW_THREADS;
-  Py_RETURN_NONE;
 }
 
 PyObject* units_fit(PyObject*, PyObject* args) {
@@ -360,7 +339,6 @@ PyMethodDef methods[] = {
     {"mask_tokens", mask_tokens, METH_VARARGS, "Mask a batch; returns whether its ids are in range."},
     {"row_keys", row_keys, METH_VARARGS, "The row keys of the draw law, by content."},
     {"thresholds", thresholds, METH_VARARGS, "Rates to thresholds of draws; returns whether they are in [0, 1]."},
-    {"word_units", word_units, METH_VARARGS, "The first token of each token's word; kernels/cpu/words.h has the rule."},
     {"units_fit", units_fit, METH_VARARGS, "Whether no unit starts after its own tokens."},
     {"row_draws", row_draws, METH_VARARGS, "One draw of each row."},
     {"count_selectable", count_selectable, METH_VARARGS, "How many tokens of each row may be selected."},

@@ -143,7 +143,7 @@ class Planner:
         if strategies.whole_words and (word_ids is not None or offset_mapping is not None):
             flags, _ = spec.tables(inputs.device)
             given = (special_tokens_mask, offset_mapping, attention_mask, word_ids)
-            units = words.units_of_batch(inputs, self._word_marks(), flags, *given, impl=host_impl)
+            units = words.units_of_batch(inputs, self._word_marks(), flags, *given)
         added: dict[str, Tensor] = {}
         if strategies.reads_batches:
             rate = spec.mlm_probability if rates is None else float(rates)

@@ -51,6 +51,7 @@ class Selection:
     at_most: int | None = None
     # Derived: T(P(a span has at most l units)) for l = 1 ... L - 1.
     span_limits: tuple[int, ...] | None = field(init=False, repr=False)
+    _sizes: tuple[tuple[str, int], ...] = field(init=False, repr=False)  # of the tables by id, which every call checks
     _tables: dict[torch.device, _Tables] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -69,6 +70,8 @@ class Selection:
             raise ValueError(
                 "rates_by_id: expected None with exact, at_least or at_most, which count on one rate for a row"
             )
+        tables = {"word_marks": self.word_marks, "rates_by_id": self.rates_by_id}
+        put("_sizes", tuple((name, len(table)) for name, table in tables.items() if table is not None))
         put("_tables", {})
 
     def __getstate__(self) -> dict[str, Any]:
@@ -81,12 +84,10 @@ class Selection:
 
     def check(self, spec: MaskingSpec) -> None:
         """Raise ValueError unless what goes by id goes by the ids of the spec."""
-        for name in ("word_marks", "rates_by_id"):
-            table = getattr(self, name)
-            if table is not None and len(table) != spec.vocab_size:
+        for name, size in self._sizes:
+            if size != spec.vocab_size:
                 raise ValueError(
-                    f"selection.{name}: expected one value for each of the spec's {spec.vocab_size} ids, "
-                    f"got {len(table)}"
+                    f"selection.{name}: expected one value for each of the spec's {spec.vocab_size} ids, got {size}"
                 )
 
     def tables(self, spec: MaskingSpec, device: torch.device) -> _Tables:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from fastmlm.dispatch import kernel, resolve
 from fastmlm.philox import first_real
 from fastmlm.spec import SPECIAL, MaskingSpec
 from fastmlm.strategies.base import Strategy, check_choice
@@ -96,39 +95,6 @@ def starts_from_offsets(offsets: Tensor) -> Tensor:
     return starts
 
 
-def units_by_id(
-    input_ids: Tensor,
-    marks: Tensor,
-    flags: Tensor,
-    special_tokens_mask: Tensor | None,
-    attention_mask: Tensor | None,
-    impl: str | None = None,
-) -> Tensor:
-    """:func:`units` by the vocabulary alone: ``units(marks[input_ids], special, attention_mask)``.
-
-    Args:
-        input_ids: (B, S) int64 or int32; ids outside the tables are taken for the nearest inside.
-        marks: (V,) uint8, of :func:`marks_by_id`.
-        flags: (V,) uint8, of ``MaskingSpec.tables``.
-        special_tokens_mask, attention_mask: (B, S) integers or bool, or None.
-        impl: as in :func:`fastmlm.mask_tokens`; both give the same.
-    """
-    for mask in (attention_mask, special_tokens_mask):
-        if mask is not None and (mask.shape != input_ids.shape or mask.device != input_ids.device):
-            raise ValueError(
-                f"masks: expected the shape {tuple(input_ids.shape)} of input_ids, got {tuple(mask.shape)}"
-            )
-    masks = [None if mask is None else mask.contiguous() for mask in (attention_mask, special_tokens_mask)]
-    if resolve(impl, input_ids.device) == "cpp" and input_ids.dtype in (torch.int64, torch.int32):
-        return kernel("cpp", "masking.word_units")(input_ids.contiguous(), flags, marks, *masks)
-    inside = input_ids.clamp(0, len(flags) - 1)
-    special = (flags[inside] & SPECIAL) != 0
-    for mask, value in ((special_tokens_mask, False), (attention_mask, True)):
-        if mask is not None:
-            special |= (mask == 0) == value
-    return units(starts_from_marks(marks[inside]), special, attention_mask)
-
-
 def units_of_batch(
     input_ids: Tensor,
     marks: Tensor,
@@ -137,15 +103,17 @@ def units_of_batch(
     offset_mapping: Tensor | None,
     attention_mask: Tensor | None,
     word_ids: Tensor | None,
-    *,
-    impl: str | None = None,
 ) -> Tensor:
-    """:func:`units` from the best source there is: ``word_ids``, else offsets and the vocabulary, else the vocabulary.
+    """:func:`units` from the best source there is: ``word_ids``, else ``offset_mapping`` and the vocabulary.
 
-    Arguments as of :func:`units_by_id`, :func:`starts_from_offsets` and :func:`starts_from_word_ids`.
+    Args:
+        input_ids: (B, S) integers; ids outside the tables are taken for the nearest inside.
+        marks: (V,) uint8, of :func:`marks_by_id`.
+        flags: (V,) uint8, of ``MaskingSpec.tables``.
+        special_tokens_mask, attention_mask: (B, S) integers or bool, or None.
+        offset_mapping, word_ids: as :func:`starts_from_offsets` and :func:`starts_from_word_ids` take them; None: it is
+            the other that is given.
     """
-    if word_ids is None and offset_mapping is None:
-        return units_by_id(input_ids, marks, flags, special_tokens_mask, attention_mask, impl)
     special = (flags[input_ids.clamp(0, len(flags) - 1)] & SPECIAL) != 0
     if special_tokens_mask is not None:
         special |= special_tokens_mask != 0
