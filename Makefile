@@ -57,6 +57,7 @@ bench: $(READY)  ## measure against Hugging Face, write benchmarks/results/ and 
 	$(BIN)/python benchmarks/head.py
 	$(BIN)/python benchmarks/roofline.py
 	$(BIN)/python benchmarks/reproducibility.py
+	$(BIN)/python benchmarks/objectives.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -10,7 +10,19 @@ README = (ROOT / "README.md").read_text("utf-8")
 
 
 @pytest.mark.parametrize(
-    "name", ["readme.md", "demo.md", "support.md", "accumulation.md", "loss.md", "loss_errors.md", "roofline.md"]
+    "name",
+    [
+        "readme.md",
+        "demo.md",
+        "support.md",
+        "accumulation.md",
+        "loss.md",
+        "loss_errors.md",
+        "roofline.md",
+        "strategies.md",
+        "reproducibility.md",
+        "compare.md",
+    ],
 )
 def test_tables_are_the_results(name: str) -> None:
     assert (ROOT / "benchmarks" / "results" / name).read_text("utf-8").strip() in README

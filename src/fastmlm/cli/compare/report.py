@@ -22,7 +22,7 @@ def rows(comparison: dict[str, Any]) -> list[tuple[str, ...]]:
     table = [head + (("topic found", f"minus {comparison['baseline']}'s") if probed else ())]
     for name, of in objectives.items():
         steps, tokens = of["steps_to_target"], of["tokens_to_target"]
-        cells = (
+        cells: tuple[str, ...] = (
             name + ("*" if name.startswith(_GENERATOR) else ""),
             _mean(of["final_loss"], of["final_loss_standard_error"], "{:.3f}"),
             _difference(of.get("loss_difference"), "{:+.3f}", "{:.3f}"),

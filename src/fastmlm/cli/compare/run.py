@@ -145,6 +145,7 @@ def check(objective: Objective, material: Material) -> None:
     rows: Any = objective.rows(material.rows.select(range(min(2, len(material.rows)))))
     collator = objective.collator(material.start, 0)
     collator.set_epoch(0)
+    collator.set_step(0)
     batch = collator(list(rows))
     with torch.no_grad():
         model(**{name: column for name, column in batch.items() if isinstance(column, Tensor) and name in _TAKEN})
