@@ -5,6 +5,7 @@ import sys
 
 CODE = """
 import torch, fastmlm
+from fastmlm import strategies
 from fastmlm.masking import row_keys
 from fastmlm.testing import make_model
 from tokenizers import Tokenizer, models
@@ -15,6 +16,13 @@ tokenizer = PreTrainedTokenizerFast(
     tokenizer_object=Tokenizer(models.WordPiece(vocabulary, unk_token="a")), mask_token="[MASK]", pad_token="[PAD]"
 )
 rows = [{"input_ids": [2, 3, 4, 5]}, {"input_ids": [3, 4]}]
+ways = (
+    strategies.WholeWords(), strategies.Spans(), strategies.NGrams(), strategies.Counts(exactly=2),
+    strategies.RandomRates(), strategies.RatesByLength(lambda lengths: lengths / 9), strategies.RateColumn("rate"),
+    strategies.TokenWeights(torch.ones(6)), strategies.inverse_frequency(torch.ones(6)), strategies.Prompts(),
+    strategies.MaskedDiffusion(), strategies.MaskedDiffusion("cosine", "stratified"),
+    strategies.UniLM(prefix="prompt_length"), strategies.Hybrid(),
+)
 
 def batches():
     for impl in ("cpp", "reference"):
@@ -24,6 +32,15 @@ def batches():
             collator = fastmlm.DataCollatorForMaskedLM(tokenizer, seed=1, mlm_probability=0.5, impl=impl, **kwargs)
             collator.set_epoch(3)
             yield dict(collator(rows))
+        for strategy in ways:
+            collator = fastmlm.DataCollatorForMaskedLM(
+                tokenizer, seed=1, mlm_probability=0.5, impl=impl, strategy=strategy
+            )
+            collator.set_epoch(3)
+            yield dict(collator([row | {"rate": 0.5, "prompt_length": 1} for row in rows]))
+        collator = fastmlm.DataCollatorForPermutationLM(tokenizer, seed=1, impl=impl)
+        collator.set_epoch(3)
+        yield dict(collator(rows))
     yield dict(fastmlm.DataCollatorForMaskedLM(tokenizer, seed=1, rng="torch")(rows))
     yield {"keys": row_keys(torch.tensor([[7, 8]], device="cpu"))}
 

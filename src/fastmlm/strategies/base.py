@@ -42,12 +42,12 @@ class Batch(NamedTuple):
     def lengths(self) -> Tensor:
         """How many real tokens each row has, (B,) int64."""
         if self.attention_mask is None:
-            return torch.full((len(self.input_ids),), self.input_ids.shape[1])
+            return self.input_ids.new_full((len(self.input_ids),), self.input_ids.shape[1], dtype=torch.int64)
         return (self.attention_mask != 0).sum(1)
 
     def positions(self) -> Tensor:
         """The position of each token, counted from its row's first real one, (B, S) or (1, S) int64."""
-        columns = torch.arange(self.input_ids.shape[1])[None]
+        columns = torch.arange(self.input_ids.shape[1], device=self.input_ids.device)[None]
         return columns if self.attention_mask is None else columns - first_real(self.attention_mask)[:, None]
 
     def selectable(self) -> Tensor:
@@ -74,7 +74,7 @@ class Batch(NamedTuple):
         """``draw_stream(0)`` of each row, (B,) int64 in [0, 2^32): one number a row, of the batch's key."""
         if resolve(self.impl, self.row_keys.device) == "cpp":
             return kernel("cpp", "masking.row_draws")(self.key, self.row_keys, stream)
-        key = torch.full((1,), as_int64(self.key))
+        key = self.row_keys.new_full((1,), as_int64(self.key))
         return philox.draw_at(key, self.row_keys, torch.zeros_like(self.row_keys), stream)
 
     def column(self, strategy: Strategy, name: str) -> Tensor:

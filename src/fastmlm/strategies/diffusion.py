@@ -64,7 +64,7 @@ class MaskedDiffusion(Strategy):
 
     def _spread(self, batch: Batch) -> Tensor:
         rank = batch.row_keys.argsort(stable=True).argsort()
-        start = batch._replace(row_keys=torch.zeros(1, dtype=torch.int64)).draws(RATES)
+        start = batch._replace(row_keys=batch.row_keys.new_zeros(1)).draws(RATES)
         return ((start + 0.5) * 2.0**-32 + rank / len(rank)) % 1
 
     def weighs(self, batch: Batch, rates: Tensor) -> dict[str, Tensor]:
