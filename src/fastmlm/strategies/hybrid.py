@@ -50,9 +50,9 @@ class Hybrid(Strategy):
     Law: a selected token s is among the a's if ``draw_8(s) < T(autoregressive)``, each token by itself, of words and
     spans too. Positions are s, plus position_ids_start.
 
-    Source: Bao et al., "UniLMv2: Pseudo-masked language models" (2020), sections 3.1 and 3.2: the partially
-    autoregressive model, its pseudo-masks and who sees whom; the factorisation has parallel tokens in its first step
-    and one token in each later one. (There all tokens are predicted both ways, in spans and in any order.)
+    Source: Bao et al., "UniLMv2: Pseudo-masked language models" (2020), "Partially autoregressive modeling" and
+    "Pseudo-masked LM": the model, its pseudo-masks and who sees whom; the factorisation has parallel tokens in its
+    first step and one token in each later one. (There all tokens are predicted both ways, in spans and in any order.)
     """
 
     autoregressive: float = 0.5
