@@ -222,7 +222,7 @@ class DataCollatorForMaskedLM(Planner, HuggingFaceRandom):
         running.added.update(plan.added)
         return mask_tokens(
             inputs,
-            self.spec,
+            plan.spec,
             seed=plan.key,
             row_keys=plan.row_keys,
             attention_mask=attention_mask,

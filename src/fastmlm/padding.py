@@ -74,7 +74,11 @@ def pad_rows(
     fill = fill_values(tokenizer)
     batch = {name: _column(name, column, layout, fill.get(name, 0)) for name, column in columns.items()}
     if "attention_mask" not in batch and "attention_mask" in tokenizer.model_input_names:
-        batch["attention_mask"] = real_tokens(torch.tensor(lengths, device="cpu"), width, layout.left)
+        batch["attention_mask"] = (
+            torch.ones((len(lengths), width), dtype=torch.int64, device="cpu")
+            if layout.full
+            else real_tokens(torch.tensor(lengths, device="cpu"), width, layout.left)
+        )
     return batch
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from fastmlm.strategies.base import Batch, Strategies
 class Plan(NamedTuple):
     """How a batch is masked: arguments of ``mask_tokens``, and columns for the loss."""
 
+    spec: MaskingSpec
     key: int
     row_keys: Tensor
     units: Tensor | None
@@ -110,8 +112,11 @@ class Planner:
         Args:
             by_vocabulary: words, if any, are read off the vocabulary; False: they come as units.
         """
-        marks = self._word_marks() if by_vocabulary and self.strategies.whole_words else None
-        return self.strategies.selection(self.spec, marks)
+        return self._selection(self.spec, by_vocabulary)
+
+    def _selection(self, spec: MaskingSpec, by_vocabulary: bool) -> Selection | None:
+        marks = self._word_marks(spec) if by_vocabulary and self.strategies.whole_words else None
+        return self.strategies.selection(spec, marks)
 
     def plan(
         self,
@@ -135,27 +140,34 @@ class Planner:
                 rows = distinct(rows, self.row_key_column, columns.get(self.row_key_column))
         else:
             # The batch's key goes into its rows', so that rows of several batches may be masked as one on a device.
-            key, rows = 0, torch.arange(len(inputs), device="cpu") * as_int64(GOLDEN) + as_int64(key)
+            key, rows = 0, _steps_of_rows(len(inputs)) + as_int64(key)
         rates: Tensor | float | None = None
         if callable(self.mlm_probability):
             rates = self.probability_at(self._steps.next())
+        # Once a batch: a tokenizer puts its list of special tokens together anew each time it is asked.
         units, spec, strategies = None, self.spec, self.strategies
         if strategies.whole_words and (word_ids is not None or offset_mapping is not None):
             flags, _ = spec.tables(inputs.device)
             given = (special_tokens_mask, offset_mapping, attention_mask, word_ids)
-            units = words.units_of_batch(inputs, self._word_marks(), flags, *given)
+            units = words.units_of_batch(inputs, self._word_marks(spec), flags, *given)
         added: dict[str, Tensor] = {}
         if strategies.reads_batches:
             rate = spec.mlm_probability if rates is None else float(rates)
             batch = Batch(inputs, attention_mask, special_tokens_mask, columns, spec, rate, key, rows, host_impl)
             own, special_tokens_mask, added = strategies.apply(batch)
             rates = rates if own is None else own
-        return Plan(key, rows, units, self.selection(units is None), special_tokens_mask, rates, added)
+        return Plan(spec, key, rows, units, self._selection(spec, units is None), special_tokens_mask, rates, added)
 
     def _checked_seed(self) -> int | None:
         return None if self.seed is None else integer("seed", self.seed, -(1 << 63), 1 << 64)
 
-    def _word_marks(self) -> Tensor:
-        if self._marks is None or len(self._marks) != self.spec.vocab_size:
+    def _word_marks(self, spec: MaskingSpec) -> Tensor:
+        if self._marks is None or len(self._marks) != spec.vocab_size:
             self._marks = words.marks_by_id(self.tokenizer)
         return self._marks
+
+
+@lru_cache(maxsize=8)
+def _steps_of_rows(count: int) -> Tensor:
+    """``i * G`` of each row i, on the CPU; to be read alone."""
+    return torch.arange(count, device="cpu") * as_int64(GOLDEN)

@@ -155,7 +155,7 @@ def _build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argumen
     )  # fmt: skip
     _add_comparison_flags(compare)
     _add_data_flags(compare, length=64, vocab_size=2048, texts="--texts")
-    _add_training_flags(compare, steps=400, learning_rate=3e-3, eval_fraction=0.1)
+    _add_training_flags(compare, steps=300, learning_rate=3e-3, eval_fraction=0.1)
     _add_output_flags(compare, "fastmlm-compare", "go on with the first run in --output-dir that did not end")
     text = "print a masked batch, each token by its fate, and the rates it was masked at"
     inspect = commands.add_parser("inspect", help=text, description=text)
