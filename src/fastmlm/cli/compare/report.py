@@ -52,7 +52,7 @@ def caption(comparison: dict[str, Any]) -> list[str]:
     if seeds > 1:
         lines.append(
             "Differences: of runs of the same seed, with 95 % intervals (Student's t)."
-            + (f" Of {others} where nothing differs, one in twenty would seem to." if others > 1 else "")
+            + (" One in twenty of them misses the truth by chance." if others > 1 else "")
         )
     if comparison["probe"] is not None:
         probe, untrained = comparison["probe"], comparison["untrained_probe"]["mean"]
@@ -123,7 +123,9 @@ def plot(runs: Runs, comparison: dict[str, Any], file: Path) -> None:
             steps, middle, style, color=colours[name], label=f"{label} {of[name]['final_loss']:.2f}", linewidth=1.5
         )
         axes.fill_between(steps, low, high, color=colours[name], alpha=0.2, linewidth=0)
+    later = [loss for of_name in runs.values() for run in of_name for _, loss in run["eval_loss"][1:]]
     axes.set(xlabel="step", ylabel="validation loss (nats a token)")
+    axes.set_ylim(min(later) - 0.05, max(later) + 0.3)  # the first steps fall from far above, all alike
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small", title="at the end")
     for beside in others:
