@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from command_line import refused
 
 pytest.importorskip("transformers")
 pytest.importorskip("rich")
@@ -111,12 +112,12 @@ def test_resume_refuses_other_settings(trained: Path, tmp_path: Path, capsys: py
     copy = tmp_path / "out"
     shutil.copytree(trained, copy)
     resume = ["pretrain", "--resume", "--output-dir", str(copy)]
-    _refused(capsys, [*resume, "--batch-size", "8"], "--batch-size", "8")
-    _refused(capsys, resume, "--steps", "12")  # all are done
-    _refused(capsys, [*resume, "--compare"], "--resume", "--compare")
+    refused(capsys, [*resume, "--batch-size", "8"], "--batch-size", "8")
+    refused(capsys, resume, "--steps", "12")  # all are done
+    refused(capsys, [*resume, "--compare"], "--resume", "--compare")
     shutil.rmtree(copy / "checkpoint-6")
     shutil.rmtree(copy / "checkpoint-12")
-    _refused(capsys, resume, "--resume", "checkpoint")
+    refused(capsys, resume, "--resume", "checkpoint")
 
 
 def test_directories_are_not_overwritten(trained: Path, text: str, tmp_path: Path, capsys: Any) -> None:
@@ -125,7 +126,7 @@ def test_directories_are_not_overwritten(trained: Path, text: str, tmp_path: Pat
     (copy / "notes.txt").write_text("mine")
     run = ["pretrain", text, *FAST, "--steps", "2", "--output-dir", str(copy)]
     before = (copy / "metrics.json").read_text()
-    _refused(capsys, run, "--output-dir", "--overwrite")
+    refused(capsys, run, "--output-dir", "--overwrite")
     assert (copy / "metrics.json").read_text() == before
     assert main([*run, "--overwrite"]) == 0
     assert json.loads((copy / "metrics.json").read_text())["settings"]["steps"] == 2
@@ -135,19 +136,8 @@ def test_directories_are_not_overwritten(trained: Path, text: str, tmp_path: Pat
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     (foreign / "model.safetensors").write_text("not ours")
-    _refused(capsys, [*run[:-1], str(foreign), "--overwrite"], "--overwrite", "earlier run")
+    refused(capsys, [*run[:-1], str(foreign), "--overwrite"], "--overwrite", "earlier run")
     assert (foreign / "model.safetensors").read_text() == "not ours"
-
-
-def _refused(capsys: pytest.CaptureFixture[str], argv: list[str], *named: str) -> None:
-    capsys.readouterr()
-    assert main(argv) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("fastmlm: error: ")
-    assert err.count("\n") == 1
-    for name in named:
-        assert name in err
 
 
 def _tokenizer(directory: Path, **changes: Any) -> str:
@@ -211,7 +201,7 @@ BAD: dict[str, tuple[Callable[[Path], list[str]], tuple[str, ...]]] = {
 def test_bad_input_is_one_line_and_code_2(case: str, tmp_path: Path, capsys: Any) -> None:
     make, named = BAD[case]
     argv, out = make(tmp_path), tmp_path / "out"
-    _refused(capsys, ["pretrain", "--output-dir", str(out), *argv], *named)
+    refused(capsys, ["pretrain", "--output-dir", str(out), *argv], *named)
     assert not out.exists()
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from command_line import refused
 from torch import nn
 
 pytest.importorskip("transformers")
@@ -193,17 +194,6 @@ def test_report_alone_is_made_anew(compared: Path, tmp_path: Path, monkeypatch: 
 
 
 # ---- Bad input ----
-
-
-def refused(capsys: Any, argv: list[str], *named: str) -> None:
-    capsys.readouterr()
-    assert main(argv) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("fastmlm: error: ")
-    assert err.count("\n") == 1
-    for name in named:
-        assert name in err
 
 
 @pytest.mark.parametrize(
