@@ -287,32 +287,34 @@ class Lookup(nn.Module):
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
         from types import SimpleNamespace
 
+        assert torch.equal(attention_mask, (input_ids != 60).long())
         states = self.embedding(input_ids) + 1e3 * (attention_mask == 0)[..., None]  # padding would be seen
         return SimpleNamespace(last_hidden_state=states)
 
 
 def passages(count: int, seed: int) -> list[tuple[list[int], int]]:
-    """Of three topics, each with ids of its own, and of one that is too rare; [CLS] and [SEP] say a wrong one."""
+    """Of three topics, each with ids of its own, and of one that is too rare; what stands first and last is noise."""
     generator = torch.Generator().manual_seed(seed)
     made = []
     for i in range(count):
         topic = 3 if i == 0 else i % 3
         inner = torch.randint(10 * topic, 10 * topic + 10, (4 + i % 5,), generator=generator)
-        made.append(([40, *inner.tolist(), 41], topic))
+        first, last = torch.randint(40, 60, (2,), generator=generator).tolist()
+        made.append(([first, *inner.tolist(), last], topic))
     return made
 
 
 def test_the_probe_finds_topics_that_are_in_the_features() -> None:
-    probe = Probe(passages(90, 0), passages(60, 1), pad_token_id=42)
+    probe = Probe(passages(90, 0), passages(60, 1), pad_token_id=60)
     assert probe.topics == 3
-    told = torch.zeros(43, 8)
+    told = torch.zeros(61, 8)
     for topic in range(3):
         told[10 * topic : 10 * topic + 10, topic] = 1
-    told[40] = 50 * torch.randn(8, generator=torch.Generator().manual_seed(1))  # of specials: left out
+    told[40:60] = 50 * torch.randn(20, 8, generator=torch.Generator().manual_seed(1))  # left out of features
     assert probe.accuracy(Lookup(told)) == 1.0
-    assert probe.accuracy(Lookup(torch.ones(43, 8))) == pytest.approx(1 / 3, abs=0.05)
+    assert probe.accuracy(Lookup(torch.ones(61, 8))) == pytest.approx(1 / 3, abs=0.05)
     assert probe.majority == pytest.approx(1 / 3, abs=0.05)
-    assert Probe(passages(90, 0)[3::3], passages(60, 1)[3::3], 42).accuracy(Lookup(told)) is None  # one topic alone
+    assert Probe(passages(90, 0)[3::3], passages(60, 1)[3::3], 60).accuracy(Lookup(told)) is None  # one topic alone
 
 
 def test_steps_to_a_loss() -> None:
